@@ -3,6 +3,8 @@
 #   make demo       watch a training job being killed and come back at the exact bits (minutes)
 #   make demo-nodes watch whole hosts being destroyed and their ranks come back from their peers' memory (minutes)
 #   make demo-pipeline watch workers of a pipeline being lost and only their stages work again (minutes)
+#   make demo-reroute watch workers of a pipeline being lost for good and the others do their work (minutes);
+#                   REROUTE_FLAGS="--pipelines 3" has twelve workers
 #   make demo-elastic watch hosts vanish and come, and a training go on with those that there are (minutes)
 #   make test       ruff, mypy, layering contracts, pytest
 #   make gpu        all that needs a CUDA device, the most important first, within 25 minutes; results into bench/results
@@ -14,13 +16,16 @@
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
 #   make demo-ops        watch the alerts that faults of a two-node job fire in Prometheus (minutes; needs prometheus)
 #   make demo-policies   watch the same kills under four policies, two of which lose updates of experts (minutes)
+#   make campaign-failpoints  kills, stops and errors drawn over every store, lock, rename, message and request (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while an incarnation starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
 #   make campaign-habits  other people's data pipelines and optimizers, each killed twice: exact or refused (long); CKPTD_SEED=n steers it
+#   make fuzz      a million inputs, guided by coverage, to all that reads bytes of others (long); CKPTD_INPUTS=n and CKPTD_SEED=n steer it
 #   make lock       choose the versions of all dependencies anew, with their hashes (requirements.lock)
 #   make dist       wheel, source archive and SBOM (CycloneDX), into dist/
-#   make simulation replication under ten thousand seeded schedules of losses; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
+#   make simulation replication under ten thousand seeded schedules of faults; CKPTD_SCHEDULES=n and CKPTD_SEED=n steer it
+#   make simulation-mutations breaks one rule of replication after another: the simulation must notice each (long)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,16 +36,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
+# Says nothing but errors: neither that there is a newer pip, nor which of the configured indexes lack a package.
+PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
 # Two at a time, file by file (fixtures are shared within a file): most tests wait for processes more than they compute.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 EXTRAS := bench demo deploy docs release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
+CKPTD_INPUTS ?= 1000000
 GPU_PYTHON ?=
 GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
+REROUTE_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
+.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-matrix campaign-habits simulation simulation-mutations fuzz lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,13 +63,13 @@ $(BIN)/python:
 # One install for all targets: the extras are small beside torch. Every file is checked against its hash but torch's:
 # each accelerator has its own build of the one version. It comes last, so that what it needs is there, checked.
 $(STAMP): pyproject.toml constraints.txt requirements.lock | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(PIP) --no-deps --require-hashes -r requirements.lock
+	$(PIP) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 lock: | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) 'uv>=0.8'
+	$(PIP) 'uv>=0.8'
 	$(BIN)/uv pip compile --quiet --universal --upgrade --generate-hashes --no-emit-index-url --no-emit-package torch \
 		--custom-compile-command 'make lock' -c constraints.txt $(EXTRAS:%=--extra %) pyproject.toml -o requirements.lock
 
@@ -101,6 +110,9 @@ demo-nodes: $(STAMP)
 demo-pipeline: $(STAMP)
 	$(BIN)/python -m examples.moe_pipeline.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
+demo-reroute: $(STAMP)
+	$(BIN)/python -m examples.moe_pipeline.rerouted_demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) $(REROUTE_FLAGS)
+
 demo-elastic: $(STAMP)
 	$(BIN)/python -m examples.moe_elastic.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
@@ -115,7 +127,7 @@ demo-ops: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule window scale papers placement dispatch traces agree stall overhead gpu sharing sampling restore replay transport replication recovery recovery_host rendezvous persist logging localized policies; do \
+	@for subject in schedule window scale papers placement dispatch traces agree stall overhead gpu sharing sampling replicas restore replay transport replication recovery recovery_host rendezvous persist logging localized policies reroute; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done
@@ -138,6 +150,9 @@ campaign-host: $(STAMP)
 	$(BIN)/python -m tests.e2e.host_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 	$(BIN)/python -m tests.e2e.host_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) --in-process
 
+campaign-failpoints: $(STAMP)
+	$(BIN)/python -m tests.failpoints.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) --out out/campaign_failpoints.txt
+
 campaign-storage: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/s3
 	$(BIN)/python -m tests.e2e.storage_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
@@ -150,11 +165,19 @@ campaign-matrix: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not long' tests/ckptd/core/elastic
 
 campaign-habits: $(STAMP)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-build-isolation -c constraints.txt -e '.[habits]'
+	$(PIP) --no-build-isolation -c constraints.txt -e '.[habits]'
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/habits
 
 simulation: $(STAMP)
 	$(BIN)/python -m tests.simulation.campaign --schedules $(CKPTD_SCHEDULES) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+simulation-mutations: $(STAMP)
+	$(BIN)/python -m tests.simulation.campaign --mutations
+
+fuzz: $(STAMP)
+	$(PIP) --no-build-isolation -c constraints.txt -e '.[fuzz]'
+	nice $(BIN)/python -m tests.fuzz.campaign --inputs $(CKPTD_INPUTS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+	CKPTD_FUZZ_SOCKETS=2000 nice $(BIN)/python -m pytest -s --timeout=3600 tests/fuzz/test_sockets.py
 
 clean:
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -9,11 +9,8 @@ own durations; measured ones are the time in which a rank waits for messages of 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from bench.common import MIB, emit, in_shared_environment, interleave, median, own_daemon, parser, percentile
 from bench.logging import Stage
+from bench.stage_processes import StageProcesses, stage_options
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.pipeline.bubble_watch import BubbleWatch
 
@@ -99,62 +97,9 @@ def _protection(
     return ckpt, ckpt._pipeline._bubbles, iter(ckpt.steps(10**9))
 
 
-class Run:
-    """All stages of one variant."""
-
-    def __init__(self, args: Any, endpoint: str, variant: str, folder: Path) -> None:
-        command = [sys.executable, "-m", "bench.bubbles", "--variant", variant]
-        command += ["--endpoint", endpoint, "--meet", str(folder / variant)]
-        for name in (
-            "stages",
-            "schedule",
-            "width",
-            "layers",
-            "experts",
-            "tokens",
-            "micro_batches",
-            "window",
-            "settle",
-        ):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        self._stages = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in range(args.stages)
-        ]
-        for stage in self._stages:
-            self._read(stage)
-
-    def _read(self, stage: subprocess.Popen[str]) -> str:
-        assert stage.stdout is not None
-        line = stage.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a stage ended with code {stage.wait()}")
-        return line
-
-    def block_ms(self, iterations: int) -> float:
-        """Milliseconds of the fastest iteration, each as long as on its slowest stage."""
-        for stage in self._stages:
-            assert stage.stdin is not None
-            stage.stdin.write(f"{iterations}\n")
-        times = zip(*(json.loads(self._read(stage)) for stage in self._stages), strict=True)
-        return float(min(map(max, times)))
-
-    def close(self) -> list[dict[str, float]]:
-        """End it; what each stage has counted."""
-        for stage in self._stages:
-            assert stage.stdin is not None
-            stage.stdin.close()
-        found = [json.loads(self._read(stage)) for stage in self._stages]
-        for stage in self._stages:
-            stage.wait(60)
-        return found
+def block_ms(run: StageProcesses, iterations: int) -> float:
+    """Milliseconds of the fastest iteration, each as long as on its slowest stage."""
+    return float(min(map(max, zip(*run.ask(iterations), strict=True))))
 
 
 def summarise(
@@ -185,28 +130,28 @@ def summarise(
 def main() -> None:
     in_shared_environment()
     options = parser(__doc__)
-    options.add_argument("--block", type=int, default=6, help="iterations between two changes")
     options.add_argument("--stages", type=int, default=4)
     options.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
-    options.add_argument("--width", type=int, default=256)
-    options.add_argument("--layers", type=int, default=1, help="of each stage")
-    options.add_argument("--experts", type=int, default=8)
-    options.add_argument("--tokens", type=int, default=128, help="of each micro-batch")
-    options.add_argument("--micro-batches", type=int, default=8)
-    options.add_argument("--window", type=int, default=1)
-    options.add_argument("--settle", type=int, default=16, help="iterations before measuring")
-    options.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    for name in ("--endpoint", "--meet"):
-        options.add_argument(name, help=argparse.SUPPRESS)
-    options.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    stage_options(options, VARIANTS, block=6, layers=1, tokens=128, micro_batches=8, window=1)
     args = options.parse_args()
     if args.variant is not None:
         work(args)
         return
     with own_daemon(memory_mib=12288) as endpoint, tempfile.TemporaryDirectory() as folder:
-        runs = {name: Run(args, endpoint, name, Path(folder)) for name in VARIANTS}
+        runs = {
+            name: StageProcesses(
+                "bench.bubbles",
+                name,
+                endpoint,
+                Path(folder, name),
+                args,
+                names=("stages", "schedule"),
+                ranks=args.stages,
+            )
+            for name in VARIANTS
+        }
         variants: dict[str, Callable[[], float]] = {
-            name: (lambda run=run: run.block_ms(args.block))  # type: ignore[misc]
+            name: (lambda run=run: block_ms(run, args.block))  # type: ignore[misc]
             for name, run in runs.items()
         }
         samples = interleave(variants, rounds=args.rounds)

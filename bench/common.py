@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptd.demo.lab import SHARED_CORES, DemoDaemon, daemon_folders
+from ckptd.demo.lab import SHARED_CORES, DemoDaemon, daemon_folders, in_shared_environment
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient
 
@@ -112,17 +112,6 @@ def _git(*args: str) -> str:
         timeout=30,
     )
     return done.stdout.strip()
-
-
-def in_shared_environment() -> None:
-    """Start this program again with the settings for shared cores, unless it has some.
-
-    They must be there when a process starts. All variants of a benchmark run under the same ones, and
-    `machine` reports them.
-    """
-    missing = {name: value for name, value in SHARED_CORES.items() if name not in os.environ}
-    if missing:
-        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

@@ -11,10 +11,7 @@ that the trainer uses. `floor_ms` is what a bare copy of the same bytes would ta
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +35,7 @@ from bench.common import (
     own_daemon,
     parser,
 )
+from bench.stage_processes import StageProcesses, stage_options
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 
@@ -139,53 +137,6 @@ def work(args: Any) -> None:
     ckpt.close()
 
 
-class Run:
-    """Both stages of one variant."""
-
-    def __init__(self, args: Any, endpoint: str, variant: str, folder: Path) -> None:
-        command = [sys.executable, "-m", "bench.logging", "--variant", variant]
-        command += ["--endpoint", endpoint, "--meet", str(folder / variant)]
-        for name in ("width", "layers", "experts", "tokens", "micro_batches", "window", "settle"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        self._stages = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in range(STAGES)
-        ]
-        for stage in self._stages:
-            self._read(stage)
-
-    def _read(self, stage: subprocess.Popen[str]) -> str:
-        assert stage.stdout is not None
-        line = stage.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a stage ended with code {stage.wait()}")
-        return line
-
-    def block_ms(self, iterations: int) -> float:
-        """Milliseconds per iteration of the slowest stage."""
-        for stage in self._stages:
-            assert stage.stdin is not None
-            stage.stdin.write(f"{iterations}\n")
-        return max(float(self._read(stage)) for stage in self._stages)
-
-    def close(self) -> list[dict[str, float]]:
-        """End it; what each stage's checkpointer has counted."""
-        for stage in self._stages:
-            assert stage.stdin is not None
-            stage.stdin.close()
-        found = [json.loads(self._read(stage)) for stage in self._stages]
-        for stage in self._stages:
-            stage.wait(60)
-        return found
-
-
 def summarise(
     samples: dict[str, list[float]], stages: list[dict[str, float]], bandwidth: float
 ) -> dict[str, float | int | str]:
@@ -214,26 +165,20 @@ def summarise(
 def main() -> None:
     in_shared_environment()
     options = parser(__doc__)
-    options.add_argument("--block", type=int, default=8, help="iterations between two changes")
-    options.add_argument("--width", type=int, default=256)
-    options.add_argument("--layers", type=int, default=4, help="of each stage")
-    options.add_argument("--experts", type=int, default=8)
-    options.add_argument("--tokens", type=int, default=512, help="of each micro-batch")
-    options.add_argument("--micro-batches", type=int, default=4)
-    options.add_argument("--window", type=int, default=6)
-    options.add_argument("--settle", type=int, default=16, help="iterations before measuring")
-    options.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    for name in ("--endpoint", "--meet"):
-        options.add_argument(name, help=argparse.SUPPRESS)
-    options.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    stage_options(options, VARIANTS, block=8, layers=4, tokens=512, micro_batches=4, window=6)
     args = options.parse_args()
     if args.variant is not None:
         work(args)
         return
     with own_daemon(memory_mib=4096) as endpoint, tempfile.TemporaryDirectory() as folder:
-        runs = {name: Run(args, endpoint, name, Path(folder)) for name in VARIANTS}
+        runs = {
+            name: StageProcesses(
+                "bench.logging", name, endpoint, Path(folder, name), args, names=(), ranks=STAGES
+            )
+            for name in VARIANTS
+        }
         variants: dict[str, Callable[[], float]] = {
-            name: (lambda run=run: run.block_ms(args.block))  # type: ignore[misc]
+            name: (lambda run=run: max(run.ask(args.block)))  # type: ignore[misc]
             for name, run in runs.items()
         }
         samples = interleave(variants, rounds=args.rounds)

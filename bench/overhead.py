@@ -271,6 +271,7 @@ def main() -> None:
             "snapshot_bytes_vs_dense": stats["snapshot_bytes"] / stats["dense_bytes"],
             "copy_gb_per_s_one_thread": bandwidth,
             "threads": args.threads,
+            "precision": native_precision(),
             "rounds": args.rounds,
         }
     emit("overhead", metrics, as_json=args.json)

@@ -161,7 +161,8 @@ def advice_s(rounds: int) -> dict[str, float]:
             advices.append(advise(rank, conditions))  # noqa: B023 - called in this round of the loop
 
         def play_all() -> None:
-            best = advices[-1].best, advices[-1].lossy, *(each for _, each in advices[-1].others)  # noqa: B023
+            found = advices[-1]  # noqa: B023
+            best = found.best, *found.lossy, *(each for _, each in found.others)
             for outlook in best:
                 assert outlook is not None
                 drawn = (failures_at_random(conditions.mtbf_s, hours, seed) for seed in range(20))

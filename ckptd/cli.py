@@ -7,12 +7,15 @@ uses the folders, 4 a folder or the socket cannot be used.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+
+import zmq
 
 import ckptd
 from ckptd.config.daemon_config import ConfigError, field_docs, load_config, render_toml
@@ -26,6 +29,9 @@ __all__ = ["main"]
 EXIT_USAGE = 2
 EXIT_ALREADY_RUNNING = 3
 EXIT_UNUSABLE = 4
+EXIT_SHORT = 5
+# What is short now may be there for the next start.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC}
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +65,28 @@ def _run(config: DaemonConfig, load: Callable[[], object]) -> int:
     """
     os.nice(max(0, config.nice - os.nice(0)))  # once, however often this process begins anew
     try:
-        # Of a terminal SIGHUP says that it is gone.
-        daemon = Daemon(config, None if os.isatty(sys.stderr.fileno()) else load)
+        daemon = _daemon(config, load)
         daemon.run()
     except ConfigError as error:
         return _fail(error, EXIT_USAGE)
     except AlreadyRunning as error:
         return _fail(error, EXIT_ALREADY_RUNNING)
     except UnusableFolder as error:
-        return _fail(error, EXIT_UNUSABLE)
+        short = isinstance(error.__cause__, OSError | zmq.ZMQError) and error.__cause__.errno in _SHORTAGES
+        return _fail(error, EXIT_SHORT if short else EXIT_UNUSABLE)
     if daemon.restarts:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the next image listens
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return 0
+
+
+def _daemon(config: DaemonConfig, load: Callable[[], object]) -> Daemon:
+    try:
+        # Of a terminal SIGHUP says that it is gone.
+        return Daemon(config, None if os.isatty(sys.stderr.fileno()) else load)
+    except (OSError, zmq.ZMQError) as error:  # no descriptors, say, or a filesystem that fails
+        raise UnusableFolder(f"the daemon cannot start: {error}") from error
 
 
 def _fail(error: Exception, status: int) -> int:
@@ -84,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckptd",
         description="Keeps snapshots of training in this node's memory.",
-        epilog="Exit codes: 0 stopped, 2 usage, 3 already running, 4 folder or socket unusable.",
+        epilog="Exit codes: 0 stopped, 2 usage, 3 already running, 4 folder, socket or descriptors unusable.",
     )
     parser.add_argument("--version", action="version", version=f"ckptd {ckptd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

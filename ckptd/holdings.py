@@ -53,6 +53,7 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
             slot_bytes=segment.slot_bytes,
             records=tuple(_record(node, segment, slot) for slot in segment.slots),
             facts=segment.facts,
+            partial=segment.partial,
         )
         for segment in segments
     ]
@@ -129,7 +130,9 @@ def policy_of(descriptor: SegmentDescriptor) -> str:
         return ""
 
 
-def header_record(header: SlotHeader, generation: int, index: int, anchors: bytes) -> SlotRecord:
+def header_record(
+    header: SlotHeader, generation: int, index: int, anchors: bytes, *, audited: bool = False
+) -> SlotRecord:
     """A slot header with its anchors (a little-endian bitmap), as the core sees it."""
     return SlotRecord(
         generation=generation,
@@ -145,6 +148,7 @@ def header_record(header: SlotHeader, generation: int, index: int, anchors: byte
         epoch=header.epoch,
         epoch_start=header.epoch_start,
         header_digest=header.header_digest,
+        audited=audited,
     )
 
 
@@ -178,7 +182,7 @@ def _record(node: str, segment: HeldSegment, slot: HeldSlot) -> SlotRecord:
     if anchors >> segment.num_operators:
         why = f"it anchors operators beyond the {segment.num_operators} there are"
         raise _unbelievable(node, segment, slot, why)
-    return header_record(header, segment.generation, slot.slot, slot.anchors)
+    return header_record(header, segment.generation, slot.slot, slot.anchors, audited=slot.audited)
 
 
 def _unbelievable(node: str, segment: HeldSegment, slot: HeldSlot, why: str) -> RemoteProtocolError:

@@ -28,7 +28,10 @@ __all__ = [
 
 HIDDEN = "***"
 
-_SECRET = r"(?:secret|token|passw|pwd|credential|signature|access_?key|account_?key|api_?key|sas|authoriz)"
+# A credential may be a token; lost tokens are those of a text.
+_SECRET = (
+    r"(?:secret|(?<!lost_)token|passw|pwd|credential|signature|(?:access|account|api)_?key|sas|authoriz)"
+)
 # scheme://user:password@host, also without a password; the user may be the key.
 _USER = re.compile(r"(?<=://)[^/\s'\"@?#]+@")
 # ?token=…, &X-Amz-Signature=…, secret_access_key=… What follows a name is bounded, and nothing

@@ -11,13 +11,26 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, Self
 
-__all__ = ["LINE_VARIABLE", "HostEnd", "NextEpoch", "TrainerEnd", "inherited_line"]
+__all__ = [
+    "EPOCH_VARIABLE",
+    "LINE_VARIABLE",
+    "EndLoop",
+    "HostEnd",
+    "NextEpoch",
+    "TrainerEnd",
+    "TrainerSaid",
+    "epoch_and_absent",
+    "epoch_text",
+    "inherited_line",
+]
 
 LINE_VARIABLE = "CKPTD_HOST_LINE"
+# In a job that re-routes: the epoch, a colon, and the ranks without which it goes on: "3:1,5".
+EPOCH_VARIABLE = "CKPTD_HOST_EPOCH"
 _PACKET_MAX = 64 << 10
 
 Message = dict[str, Any]
@@ -29,11 +42,31 @@ class NextEpoch(NamedTuple):
     Attributes:
         environment: what it changes in the environment of trainers.
         because: what has failed.
+        at_boundary: nobody has failed: the iteration that runs may end before.
     """
 
     number: int
     environment: Mapping[str, str]
     because: str
+    at_boundary: bool = False
+
+
+class EndLoop(NamedTuple):
+    """All trainers have done all iterations: none is needed by another one any more."""
+
+
+class TrainerSaid(NamedTuple):
+    """A trainer in a job that re-routes.
+
+    Attributes:
+        word: "ready": it could come to another epoch; "finished": it has done all iterations;
+            "recover": the others cannot go on either.
+        epoch: that it is in.
+    """
+
+    word: str
+    epoch: int
+    because: str = ""
 
 
 class HostEnd:
@@ -41,6 +74,7 @@ class HostEnd:
 
     Attributes:
         descriptor: that trainers inherit; -1 if there was none to be had.
+        said: by which trainer (process), what `receive` found beside what it returns; to be taken from here.
     """
 
     def __init__(self) -> None:
@@ -48,6 +82,7 @@ class HostEnd:
         self.descriptor = -1
         self._own: socket.socket | None = None
         self._theirs: socket.socket | None = None
+        self.said: list[tuple[int, TrainerSaid]] = []
 
     @classmethod
     def make(cls) -> Self:
@@ -75,19 +110,31 @@ class HostEnd:
             pid = int(message["pid"])
         except (BlockingIOError, ValueError, KeyError, TypeError):
             return None  # nothing, or what a script has written to a descriptor that is not its own
+        if "said" in message:
+            self._hear(pid, message["said"])
+            return None
         if "stays" in message:
             self._ready_pid = pid if message["stays"] else 0
             return None
-        if pid == self._ready_pid:
+        if pid == self._ready_pid and not message.get("ready"):
             self._ready_pid = 0  # until its next loop has begun
         return pid, int(message["stayed"])
 
-    def offer(self, pid: int, epoch: NextEpoch) -> bool:
+    def _hear(self, pid: int, words: Any) -> None:
+        try:
+            said = TrainerSaid(str(words["word"]), int(words["epoch"]), str(words["because"]))
+        except (ValueError, KeyError, TypeError):
+            return
+        if said.word == "ready":
+            self._ready_pid = pid
+        self.said.append((pid, said))
+
+    def offer(self, pid: int, news: NextEpoch | EndLoop) -> bool:
         """Tell a trainer of an epoch; False if it cannot restart in its process, or not now."""
         if self._own is None or pid != self._ready_pid:
             return False
         try:
-            self._own.send(json.dumps({"pid": pid, **epoch._asdict()}).encode())
+            self._own.send(json.dumps({"pid": pid, **news._asdict()}).encode())
         except OSError:  # a trainer that reads nothing
             return False
         return True
@@ -111,16 +158,24 @@ class TrainerEnd:
         """Tell the host whether this process can come to another epoch from where it is."""
         self._tell({"stays": now})
 
-    def stayed(self, epoch: int) -> None:
-        """Tell the host that this process has left the last epoch for this one."""
-        self._tell({"stayed": epoch})
+    def stayed(self, epoch: int, *, ready: bool = False) -> None:
+        """Tell the host that this process has left the last epoch for this one.
+
+        Args:
+            ready: for the one after that, too, at once.
+        """
+        self._tell({"stayed": epoch, "ready": ready})
+
+    def say(self, said: TrainerSaid) -> None:
+        """Tell the host of a job that re-routes."""
+        self._tell({"said": said._asdict()})
 
     def _tell(self, message: Message) -> None:
         if os.getpid() == self._pid:  # not in a forked child, a data loader's worker
             with contextlib.suppress(OSError):  # the host is about to end this process
                 self._socket.send(json.dumps({"pid": self._pid, **message}).encode())
 
-    def receive(self) -> NextEpoch | None:
+    def receive(self) -> NextEpoch | EndLoop | None:
         """Wait for a message, and return the epoch of which it tells; None if it was for another trainer.
 
         Raises:
@@ -132,7 +187,24 @@ class TrainerEnd:
         message: Message = json.loads(packet)
         if message.pop("pid") != self._pid:
             return None
-        return NextEpoch(**message)
+        return NextEpoch(**message) if message else EndLoop()
+
+
+def epoch_text(epoch: int, absent: Iterable[int]) -> str:
+    """The value of `EPOCH_VARIABLE`."""
+    return f"{epoch}:{','.join(map(str, sorted(absent)))}"
+
+
+def epoch_and_absent(text: str) -> tuple[int, frozenset[int]]:
+    """What `epoch_text` was made of.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    epoch, colon, ranks = text.partition(":")
+    if not colon:
+        raise ValueError(f"{EPOCH_VARIABLE}={text!r} names no epoch")
+    return int(epoch), frozenset(int(rank) for rank in ranks.split(",") if rank)
 
 
 @cache

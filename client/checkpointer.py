@@ -52,12 +52,13 @@ from ckptd.client.phase_clock import PhaseClock
 from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog, shared_value
 from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.audit_mode import audit_of_environment, under_audit
 from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.recovery.verification import Certificate, DenseState, certify
 from ckptd.client.scalars import TierSteps, scalars_of
 from ckptd.client.schedule.expert_losses import ExpertLosses, LostUpdates
 from ckptd.client.schedule.measurements import PrecisionProbe, TokenCounter
-from ckptd.client.schedule.partial_schedule import durable_text, durable_turns
+from ckptd.client.schedule.partial_schedule import durable_text, durable_turns, experts_of_layer
 from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
 from ckptd.client.stats import Stats
@@ -123,11 +124,15 @@ class Checkpointer:
             "layout": layout,
         }
         check_keywords("Checkpointer()", {**unknown, **given})
+        audit = audit_of_environment()
+        self._audit = None if audit is None else audit.folder
+        if audit is not None:
+            given = under_audit(given, audit)
         self._stats = Stats()
         self._memory: RankMemory | None = None
         self._batches: list[Batches] = []
         self._begin_loop(BatchLedger())
-        self.off = daemon_options(daemon).off
+        self.off = daemon_options(given["daemon"]).off
         if self.off:
             if recovery.start_from is not None:
                 source = recovery.start_from
@@ -135,7 +140,7 @@ class Checkpointer:
             return
         phases = PhaseClock()
         self._options = CheckpointerOptions.of(given)
-        self._restarts = in_process_restarts(recovery.in_process)
+        self._restarts = in_process_restarts(self._options.recovery.in_process)
         self._optimizer, self._state = optimizer, state
         self._program: Program = {}
         self._start(model, phases)
@@ -160,7 +165,7 @@ class Checkpointer:
         self._program = self._program or this_program(subject.binding, subject.stateful)
         self._sharing = NOTHING_SHARED
         self._engine = make_engine(subject.device, inline=bool(snapshots.inline_copy))
-        self._recovery = Recovery(subject, self._engine, self._loop.tape, options.recovery)
+        self._recovery = Recovery(subject, self._engine, self._loop.tape, recovery, self._audit)
         self._ranks = Collectives.of_job(self._identity, node=platform.node())
         shared = subject.sharing if layout.capture_once else NOTHING_SHARED
         needed = needed_memory(self._binding, self._operators, snapshots, shared)
@@ -184,6 +189,8 @@ class Checkpointer:
                 self._go_on_unprotected(error, model, optimizer)
                 return
             self._ranks = self._ranks.on_node(memory.session.node_id)
+            if not layout.capture_once:
+                memory.replica_groups = subject.sharing.replica_groups()
             if self._identity.world_size > 1:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, snapshots)
                 self._sharing = agree_on_sharing(
@@ -660,7 +667,11 @@ class Checkpointer:
             sharing=self._sharing,
         )
         stateful = self._subject.stateful
-        losses = ExpertLosses(counter, durable_turns(context.options, self._operators))
+        turns = durable_turns(context.options, self._operators)
+        if context.options.of_experts is not None:
+            self._stats.num_experts = experts_of_layer(context.options, self._operators)
+            self._stats.persist_experts = turns.experts if turns else 0
+        losses = ExpertLosses(counter, turns)
         scalars = StepScalars(self._binding, stateful, self._loop.tape, self._buckets, self._program, losses)
         self._loop.protect(self._subject, context, Recorder(context, scalars), ranks=self._ranks)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.client.options import RunOptions
+from ckptd.config.daemon_config import ConfigError, daemon_user
+from ckptd.core.users import job_prefix
 
 __all__ = ["Identity", "identify"]
 
@@ -64,8 +66,9 @@ def identify(job: str | None, run: str | None, rank: int | None, world_size: int
     """Complete the arguments from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``TORCHELASTIC_RUN_ID``).
 
     The same command in the same folder has the same names each time. An unnamed job is named after its
-    script, with a digest of the script's path and the folder in which it was started. A run without a
-    chosen id is ``default``: an id that torchrun generated is not used.
+    script, with a digest of the script's path and the folder in which it was started; where another user
+    runs the daemon, the name begins with ``u<uid>.``. A run without a chosen id is ``default``: an id that
+    torchrun generated is not used.
 
     Raises:
         ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a
@@ -92,7 +95,16 @@ def _job_of_script() -> tuple[str, str]:
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem) or "python"
     where = f"{os.path.normpath(script)}\n{_begun_in}"
     digest = hashlib.sha256(where.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_DIGITS]
-    return f"{stem[: 63 - _DIGEST_DIGITS]}-{digest}", script.name
+    prefix = _prefix_of_user()
+    return f"{prefix}{stem[: 63 - _DIGEST_DIGITS - len(prefix)]}-{digest}", script.name
+
+
+def _prefix_of_user() -> str:
+    """The beginning of names that no other user of the same daemon has, if that may have several users."""
+    try:
+        return "" if daemon_user() == os.geteuid() else job_prefix(os.geteuid())
+    except ConfigError:  # it names nobody, as whoever connects to the daemon is told
+        return ""
 
 
 def _run_of_launcher() -> tuple[str, bool]:

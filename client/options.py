@@ -61,7 +61,7 @@ class RunOptions:
 
     job: str | None = None
     """The job, in the same characters. None: named after the script and the folder in which it was
-    started."""
+    started; it begins with ``u<uid>.`` if ``CKPTD_DAEMON_USER`` names another user."""
 
     rank: int | None = None
     """The number of this process in the run, from 0. None: ``RANK``, or 0."""
@@ -166,8 +166,8 @@ class PartialOptions:
 
     persist_experts: int | None = None
     """K_persist: of each layer, the experts that a durable checkpoint stores anew; it takes the others from
-    earlier ones. At least K, and rounded up to the experts of whole snapshots. None: all. A recovery from
-    storage loses more updates the fewer they are; ``lost_tokens_limit`` holds for it, too."""
+    earlier ones. At least ``experts``; rounded up to a multiple of it. None: all. The smaller it is, the more
+    updates a recovery from storage loses; ``lost_tokens_limit`` holds for it, too."""
 
     def __post_init__(self) -> None:
         for name, number in (
@@ -281,6 +281,11 @@ class SnapshotOptions:
             raise ValueError(f"window={window!r}: a window has 1 to {MAX_WINDOW} snapshots")
         if self.interval_rule is not None:
             self._check_rule(self.interval_rule)
+        elif isinstance(every, str):
+            raise ValueError(
+                f"every={every!r}: pass a number of iterations, or with policy='dense' one of "
+                f"{', '.join(repr(str(rule)) for rule in IntervalRule)}"
+            )
         elif not _is_count(every, 1) or (every != 1 and self.policy in ("sliding", "aligned")):
             raise ValueError(
                 f"every={every!r}: only policy='dense', 'partial' and 'selected' take a snapshot every few "

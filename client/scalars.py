@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from ckptd.core.snapshot_policy import MISSING_COUNTERS
 
 __all__ = ["SCALARS", "ScalarWriter", "TierSteps", "scalars_of", "write_scalars"]
 
@@ -30,10 +31,9 @@ SCALARS = {
     "ckptd/unprotected": "1 if training goes on without a daemon (`DaemonOptions(required=False)`), else 0.",
     "ckptd/recovery_s": "Seconds of the last recovery of this process, up to its first new step.",
     "ckptd/replayed_steps": "Steps that recoveries of this process replayed from snapshots.",
-    "ckptd/lost_steps": "Steps before these failures that had no usable snapshot: done again, as new ones.",
+    "ckptd/lost_steps": "Steps that no usable snapshot held when the run failed: done again, as new ones.",
     "ckptd/plt": "Share of the tokens whose updates the recoveries of the run lost (partial snapshots only).",
 }
-_MISSING = ("failed", "torn", "no_slot", "undecided")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def scalars_of(stats: Stats, step: int, tiers: TierSteps, *, lossy: bool) -> dic
         lossy: its snapshots are partial, so that recoveries lose updates.
     """
     found = {
-        "ckptd/snapshots_missing": float(sum(getattr(stats, name) for name in _MISSING)),
+        "ckptd/snapshots_missing": float(sum(getattr(stats, name) for name in MISSING_COUNTERS)),
         "ckptd/daemon_outages": float(stats.daemon_outages),
         "ckptd/unprotected": float(stats.unprotected),
     }
@@ -74,7 +74,7 @@ def scalars_of(stats: Stats, step: int, tiers: TierSteps, *, lossy: bool) -> dic
     if RecoveryPhase.LOADED in stats.phases:
         found["ckptd/recovery_s"] = sum(stats.phases.values())
         found["ckptd/replayed_steps"] = float(stats.replayed_steps)
-        found["ckptd/lost_steps"] = float(stats.lost_iterations)
+        found["ckptd/lost_steps"] = float(stats.redone_iterations)
     if lossy:
         found["ckptd/plt"] = stats.lost_tokens_share
     return found

@@ -42,7 +42,7 @@ class Stats:
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
     `snapshot_bytes`: of the newest snapshot, `snapshot_step`: its iteration (-1: none yet); `captured_bytes`:
     of all.
-    `lost_iterations`: done before a failure, in no snapshot that the recovery could use, and done again.
+    `redone_iterations`: done before a failure, in no snapshot that the recovery could use, and done again.
     `every`: iterations between two snapshots now.
     `inline_copy`: 1 if copies run in the training thread. `in_bubbles`: 1 if in bubbles of a pipeline;
     `bubble_bytes`: copied there so far; `bubble_fraction`: the measured part of an iteration that is bubble.
@@ -51,7 +51,8 @@ class Stats:
     `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
     rank did not know in time whether there was one.
 
-    Of partial snapshots, lost by the recovery with which the process began: the updates of this rank's
+    Of partial snapshots: `num_experts` of the largest layer, and how many of them a durable checkpoint stores
+    (`persist_experts`; 0: all). Lost by the recovery with which the process began: the updates of this rank's
     `lost_tokens` (each counted once for each of its experts) in `older_experts`; and `lost_tokens_share`, the
     PLT of all recoveries of the run on all ranks.
 
@@ -85,10 +86,12 @@ class Stats:
     daemon_outages: int = 0
     daemon_changes: int = 0
     nan_snapshots: int = 0
+    num_experts: int = 0
+    persist_experts: int = 0
     lost_tokens: int = 0
     older_experts: int = 0
     lost_tokens_share: float = 0.0
-    lost_iterations: int = 0
+    redone_iterations: int = 0
     replayed_steps: int = 0
     replay_s: float = 0.0
     attach_s: float = 0.0

@@ -173,7 +173,7 @@ class LoopSide:
         stats = self._stats
         stats.restore_s = time.perf_counter() - started_s
         stats.restored_bytes = replay.bytes_loaded
-        stats.lost_iterations += max(0, found.new_from - replay.end)
+        stats.redone_iterations += max(0, found.new_from - replay.end)
         compared = ""
         if found.unverified:
             what = "nothing" if replay.start == replay.end else "not all of the newest snapshot"

@@ -42,6 +42,9 @@ MAX_DEPTH = 100
 ) = range(1, 13)
 
 
+_DTYPES = {str(found)[6:]: found for found in vars(torch).values() if isinstance(found, torch.dtype)}
+
+
 class UnsupportedValue(ValueError):
     """A value outside the closed set; the message holds its path from the root."""
 
@@ -89,7 +92,10 @@ def unpack(data: bytes | memoryview) -> Any:
     Raises:
         ValueError: ``pack`` did not make ``data``.
     """
-    return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, use_list=True)
+    try:
+        return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, use_list=True)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError) as error:
+        raise ValueError(f"not values as a snapshot has them: {error}") from error
 
 
 def equal(a: object, b: object) -> bool:
@@ -133,8 +139,10 @@ def _tensor_parts(value: torch.Tensor) -> list[object]:
 def _to_tensor(parts: list[Any]) -> torch.Tensor:
     dtype, shape, raw, device = parts
     if not raw:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+        if 0 not in shape:
+            raise ValueError(f"a tensor of shape {shape} without bytes")
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    tensor = torch.frombuffer(_owned(raw), dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
     # A device that is not here must not stop a restore.
     on_device = torch.device(device).type == "cuda" and torch.cuda.is_available()
     return tensor.to(device) if on_device else tensor
@@ -146,8 +154,13 @@ def _array_parts(value: np.ndarray[Any, Any]) -> list[object]:
     return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
 
 
+def _owned(raw: bytes) -> bytearray:
+    """A copy; TypeError for a number, of which bytearray makes as many zeros."""
+    return bytearray(memoryview(raw))
+
+
 def _to_array(parts: list[Any]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(bytearray(parts[2]), dtype=np.dtype(parts[0])).reshape(parts[1])
+    return np.frombuffer(_owned(parts[2]), dtype=np.dtype(parts[0])).reshape(parts[1])
 
 
 def _ordered(values: Any) -> list[Any]:
@@ -181,7 +194,7 @@ _DECODERS: dict[int, Callable[[Any], object]] = {
     _FROZENSET: frozenset,
     _COUNTER: lambda items: Counter(dict(items)),
     _ORDERED: lambda items: OrderedDict(map(tuple, items)),
-    _DTYPE: lambda name: getattr(torch, name),
+    _DTYPE: _DTYPES.__getitem__,
     _DEVICE: torch.device,
     _SIZE: torch.Size,
 }

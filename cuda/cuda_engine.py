@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 import weakref
 from collections import deque
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
+from ckptd.cuda.quiet_threads import quietly, start_quiet
 from ckptd.cuda.samples import Samples
 
 __all__ = ["CopyTransfers", "CudaEngine", "compare_with_plan", "make_engine", "plan_transfers"]
@@ -290,8 +290,7 @@ class CudaEngine:
         self._planned: dict[weakref.ref[CopyList], CopyTransfers] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
-        self._thread = threading.Thread(target=self._watch, name="ckptd-copy", daemon=True)
-        self._thread.start()
+        self._thread = start_quiet(self._watch, name="ckptd-copy")
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
         """Pin each region (a slot) with the driver, which may refuse one huge registration where several
@@ -454,7 +453,7 @@ class CudaEngine:
         return total
 
     def _watch(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := quietly(self._jobs.get)) is not None:
             try:
                 self._report(job)
             except Exception:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptd.cuda.quiet_threads import quietly, start_quiet
 from ckptd.cuda.samples import Samples
 
 logger = logging.getLogger(__name__)
@@ -144,8 +145,11 @@ class CopyGate(Protocol):
 
     enabled: bool
 
-    def begin(self, total_bytes: int) -> None:
-        """A copy of so many bytes begins."""
+    def begin(self) -> None:
+        """A copy begins (training thread)."""
+
+    def plan(self, total_bytes: int) -> None:
+        """It has so many bytes, and asks for its first piece next (copy thread)."""
 
     def admit(self, size_bytes: int) -> None:
         """Return when a piece of this size may be copied."""
@@ -175,8 +179,7 @@ class CpuEngine:
         self._idle = threading.Event()
         self._idle.set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="ckptd-copy", daemon=True)
-        self._thread.start()
+        self._thread = start_quiet(self._serve, name="ckptd-copy")
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
         """Nothing to pin."""
@@ -215,7 +218,7 @@ class CpuEngine:
             job()
             return
         if pacer is not None:
-            pacer.begin(sum(i.nbytes for i in items))
+            pacer.begin()
         self._idle.clear()
         self._jobs.put(job)
 
@@ -263,7 +266,7 @@ class CpuEngine:
         self._thread.join(timeout=30)
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := quietly(self._jobs.get)) is not None:
             try:
                 job()
             except Exception:
@@ -314,20 +317,14 @@ def _paced_to_host(
     pacer: CopyGate,
 ) -> float:
     """Copy piece by piece; returns the seconds for which the pacer held it."""
-    held_s, size_bytes, started = 0.0, 0, time.perf_counter()
-
-    def pieces() -> Iterator[CopyItem]:
-        for item in items:
-            yield from _pieces(item)
-        for item in late():
-            yield from _pieces(item)
-
-    for piece in pieces():
+    every = (*items, *late())
+    held_s, size_bytes, started = 0.0, sum(i.nbytes for i in every), time.perf_counter()
+    pacer.plan(size_bytes)
+    for piece in (piece for item in every for piece in _pieces(item)):
         asked = time.perf_counter()
         pacer.admit(piece.nbytes)
         held_s += time.perf_counter() - asked
         _to_host(piece, memory, base)
-        size_bytes += piece.nbytes
     pacer.copied(size_bytes, time.perf_counter() - started - held_s)
     return held_s
 

@@ -17,7 +17,7 @@ from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("metrics", "s3")
+EXTRAS = ("metrics", "otel", "s3")
 
 
 def locked(text: str) -> Iterator[tuple[Requirement, list[str], list[str]]]:

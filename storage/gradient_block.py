@@ -22,7 +22,7 @@ import xxhash
 from msgspec import Meta, Struct
 
 from ckptd.storage.image import ImageView
-from ckptd.storage.image_format import DTYPE_SIZE, ImageError
+from ckptd.storage.image_format import DTYPE_SIZE, OWN_PREFIX, ImageError
 from ckptd.unpacking import unpack
 
 __all__ = [
@@ -224,14 +224,15 @@ def pack_pieces(slot: memoryview, view: ImageView, block: GradientBlock) -> list
     computed = block.record.computed
     if unknown := sorted(computed.difference(view.names())):
         raise ImageError(f"the gradients are for {unknown[0]!r}, which the image does not have")
-    small = [view.data(t.name) for t in view if _is_small(t.name)]
+    small = [view.data(t.name) for t in view if t.name.startswith(OWN_PREFIX)]
     compressor = zlib.compressobj(_LEVEL)
     packed = b"".join(compressor.compress(piece) for piece in (slot[: view.data_offset], *small))
     packed += compressor.compress(_encoder.encode(block.record)) + compressor.flush()
     front = bytearray(_FRONT.size)
     data_len, digest = block.data_len, xxhash.xxh3_128_digest(packed)
     _FRONT.pack_into(front, 0, _MAGIC, view.iteration, block.sequence, data_len, len(packed), _PACKED, digest)
-    kept = [t for t in view if t.nbytes and t.name not in computed and not _is_small(t.name)]
+    others = (t for t in view if t.nbytes and not t.name.startswith(OWN_PREFIX))
+    kept = [t for t in others if t.name not in computed]
     return [
         *(
             (start, slot[start:stop])
@@ -261,16 +262,12 @@ def unpack_pieces(slot: memoryview, image_len: int, *, iteration: int, sequence:
     slot[:header_len] = content[:header_len]
     view, at = ImageView(slot[:image_len]), header_len
     for tensor in view:
-        if _is_small(tensor.name):
+        if tensor.name.startswith(OWN_PREFIX):
             piece, at = content[at : at + tensor.nbytes], at + tensor.nbytes
             if len(piece) != tensor.nbytes:
                 raise ImageError(f"the compressed piece ends in {tensor.name!r}")
             view.data(tensor.name)[:] = piece
     return GradientBlock(start, start + data_len + len(packed), data_len, sequence, _decoded(content[at:]))
-
-
-def _is_small(name: str) -> bool:
-    return name.startswith("ckptd.")
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

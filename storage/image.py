@@ -55,6 +55,7 @@ __all__ = [
     "layout_id_of",
     "mismatches",
     "seal",
+    "sealed_digests",
     "verify",
 ]
 
@@ -504,6 +505,16 @@ def seal(buf: memoryview, *, map_fn: DigestMap | None = None) -> bytes:
     return xxhash.xxh3_128_digest(buf[: parsed.data_offset])
 
 
+def sealed_digests(buf: memoryview) -> tuple[int, tuple[ImageTensor, ...], bytes]:
+    """The layout id of a sealed image, its tensors in data order, and their digests, 16 bytes each.
+
+    Raises:
+        ImageError: the header is not an image header.
+    """
+    parsed, layout_id = _parse_header(buf)
+    return layout_id, parsed.tensors, _stored_digests(buf, parsed)
+
+
 def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None) -> None:
     """Check that the image is, bit for bit, the one that was sealed with ``header_digest``.
 
@@ -550,10 +561,14 @@ def _digests(buf: memoryview, parsed: ParsedHeader, map_fn: DigestMap | None) ->
     return [one for _, group in in_order for one in group]
 
 
+def _stored_digests(buf: memoryview, parsed: ParsedHeader) -> bytes:
+    return binascii.unhexlify(buf[_AT_DIGESTS : _AT_DIGESTS + DIGEST_HEX * len(parsed.tensors)])
+
+
 def _changed(buf: memoryview, map_fn: DigestMap | None) -> Iterator[ImageTensor]:
     """The tensors whose bytes do not match the digests in the header."""
     parsed, _ = _parse_header(buf)
-    stored = binascii.unhexlify(buf[_AT_DIGESTS : _AT_DIGESTS + DIGEST_HEX * len(parsed.tensors)])
+    stored = _stored_digests(buf, parsed)
     at = 0
     for tensor, digest in zip(parsed.tensors, _digests(buf, parsed, map_fn), strict=True):
         if stored[at : at + len(digest)] != digest:

@@ -27,6 +27,7 @@ __all__ = [
     "LENGTH_BYTES",
     "MAX_DIMS",
     "MAX_HEADER_BYTES",
+    "OWN_PREFIX",
     "HeaderError",
     "ImageError",
     "ImageTensor",
@@ -66,6 +67,8 @@ DATA_ALIGNMENT = 64
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_DIMS = 64
 DIGEST_HEX = 32
+# Step scalars, and what describes and packs small optimizer state: each snapshot needs its own.
+OWN_PREFIX = "ckptd."
 
 
 class ImageError(ValueError):

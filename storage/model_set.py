@@ -97,7 +97,7 @@ class SetFiles(Protocol):
         """The place, for messages."""
 
     def size(self, name: str) -> int | None:
-        """The size of a file; None if it does not exist."""
+        """The size of a file, None if it does not exist; raises SetError or StoreError if this fails."""
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         """Fill the buffer from a file; raises SetError or StoreError if this fails."""
@@ -111,7 +111,10 @@ class FolderFiles:
 
     def size(self, name: str) -> int | None:
         path = self._folder / name
-        return path.stat().st_size if path.is_file() else None
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except OSError as error:  # an index may name what cannot be a file's name
+            raise SetError(f"cannot read {path}: {error.strerror}") from error
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         try:

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 import xxhash
 
 from ckptd.storage.image import ImageView, layout_id_of
-from ckptd.storage.image_format import ImageTensor, parse_header, render_header
+from ckptd.storage.image_format import OWN_PREFIX, ImageTensor, parse_header, render_header
 
 __all__ = ["NewerSnapshots", "StorableImage", "bare", "cut", "reduced"]
 
-# Step scalars, and what describes and packs small optimizer state: each snapshot needs its own.
-_ALWAYS = "ckptd."
 _ROWS = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]", re.DOTALL)
 
 
@@ -95,7 +93,7 @@ def reduced(image: memoryview, view: ImageView, newer: NewerSnapshots) -> Storab
 
     The bytes of the image must have their digests: those of the kept tensors are taken from its header.
     """
-    if not any(newer.have(tensor) for tensor in view if not tensor.name.startswith(_ALWAYS)):
+    if not any(newer.have(tensor) for tensor in view if not tensor.name.startswith(OWN_PREFIX)):
         return None
     return _keeping(image, view, lambda tensor: not newer.have(tensor), view.anchors & ~newer.anchors)
 
@@ -128,7 +126,7 @@ def _keeping(
     """The image with fewer tensors and anchors."""
     parsed = parse_header(bytes(image[: view.data_offset]))
     pairs = zip(parsed.tensors, parsed.digests, strict=True)
-    kept = [(t, d) for t, d in pairs if t.name.startswith(_ALWAYS) or stays(t)]
+    kept = [(t, d) for t, d in pairs if t.name.startswith(OWN_PREFIX) or stays(t)]
     bitmap = anchors.to_bytes((view.num_operators + 7) // 8, "little")
     own = {
         "digests": b"".join([digest for _, digest in kept]).hex(),

@@ -13,22 +13,41 @@ read their diff.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
 from ckptd.core.state_machine import validate_always
+from tests.cpu_seconds import (
+    pytest_collection_finish,
+    pytest_runtest_logreport,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from tests.long import LONG
 from tests.transcripts import Driver, compare
 
+__all__ = [
+    "pytest_collection_finish",
+    "pytest_runtest_logreport",
+    "pytest_runtest_makereport",
+    "pytest_terminal_summary",
+]
+
+# Bytecode is kept, of rewritten assertions too. Without it the collection takes twice as long, and each fresh
+# interpreter of a test compiles what it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["CKPTD_VALIDATE"] = "1"  # of children
 validate_always()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, after this
 
-settings.register_profile("repeatable", derandomize=True)
-if not os.environ.get("CKPTD_RANDOM_EXAMPLES"):
-    settings.load_profile("repeatable")
+# Without deadlines: a slow machine is no failure.
+settings.register_profile("unhurried", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("unhurried" if os.environ.get("CKPTD_RANDOM_EXAMPLES") else "repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,5 +14,6 @@ import torch.nn.utils.clip_grad
 import torch.utils.checkpoint
 
 import ckptd.client
+import ckptd.client.elastic.job  # with scipy, most of a second of each elastic rank
 
 __all__ = ["ckptd", "pytest", "torch"]

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import socket
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from tests.ckptd.running import eventually
+from tests.ports import free_ports
 from tests.systemd import ENVIRONMENT, PYTHON, SOURCE, Systemd, why_no_systemd
 
 __all__ = ["SCRIPTS", "Slurm", "why_no_slurm"]
@@ -71,7 +72,7 @@ class Slurm:
         self.machine = machine
         self.names = [f"n{index + 1}" for index in range(nodes)]
         self._install(settings)
-        controller, *ports = _free_ports(1 + nodes)
+        controller, *ports = free_ports(1 + nodes)
         host = machine.run("hostname").stdout.strip()
         text = _CONFIGURATION.format(host=host, controller=controller, scripts=SCRIPTS)
         for name, port in zip(self.names, ports, strict=True):
@@ -133,7 +134,18 @@ class Slurm:
         return text.partition("JobState=")[2].split()[0]
 
     def until(self, job: str, state: str) -> None:
-        eventually(lambda: self.state(job) == state, f"{state}: {self.output(job)}", timeout_s=120)
+        def reached() -> bool:
+            now = self.state(job)
+            assert now == state or now not in ("FAILED", "COMPLETED"), f"{now}:\n{self.report(job)}"
+            return now == state
+
+        eventually(reached, lambda: f"{state}:\n{self.report(job)}", timeout_s=120)
+
+    def report(self, job: str) -> str:
+        """What Slurm says of a job and its nodes now, and what the job has printed."""
+        asked = (("scontrol", "show", "job", job), ("sinfo", "-N", "-o", "%N %T %E"))
+        said = [self.machine.run(*command, check=False).stdout for command in asked]
+        return "\n".join((*said, self.logs(), self.output(job)))
 
     def requeue(self, job: str) -> None:
         """As after the failure of a node; returns when the last epilog has ended."""
@@ -141,7 +153,12 @@ class Slurm:
         self.until(job, "PENDING")
 
     def start_now(self, job: str) -> None:
-        """A requeued job, whose last credentials are still valid: slurmd runs no prolog then."""
+        """A requeued job, whose last credentials are still valid: slurmd runs no prolog then.
+
+        Credentials and their revocation are dated in whole seconds: one of the second in which the last
+        was revoked counts as revoked, and the job fails.
+        """
+        time.sleep(2)
         self.run("scontrol", "update", f"job={job}", "StartTime=now")
 
     def run(self, *command: str, user: str = "root") -> str:
@@ -150,11 +167,3 @@ class Slurm:
     def logs(self) -> str:
         """Of slurmctld and all slurmd, for messages of failed tests."""
         return self.machine.run("bash", "-c", "tail -n 40 /var/tmp/slurm*.log").stdout
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports

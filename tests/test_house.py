@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,12 @@ def modules() -> list[Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Of a module; who looks at it changes nothing."""
+    return ast.parse((ROOT / path).read_text())
+
+
 def dotted(path: Path) -> str:
     """The module's name in imports."""
     name = ".".join(path.with_suffix("").parts)
@@ -62,7 +69,7 @@ def test_file_names_are_unique() -> None:
 def test_names_of_public_classes_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in modules():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
     twice = {name: where for name, where in places.items() if len(where) > 1}
@@ -73,7 +80,7 @@ def test_a_module_has_a_subject_or_several_importers() -> None:
     """A reader opens no file for twenty lines that one other file needs."""
     importers: dict[str, set[Path]] = defaultdict(set)
     for path in modules():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
                     importers[name].add(path)
@@ -89,7 +96,7 @@ def test_a_module_has_a_subject_or_several_importers() -> None:
 
 def test_a_name_is_imported_from_where_it_is_defined() -> None:
     """A second address sends a reader to a file that has nothing of it. Packages may offer names of their modules."""
-    trees = {dotted(path): ast.parse((ROOT / path).read_text()) for path in modules()}
+    trees = {dotted(path): tree_of(path) for path in modules()}
     borrowed = {
         (module, each.asname or each.name)
         for module, tree in trees.items()
@@ -112,7 +119,7 @@ def test_a_name_is_imported_from_where_it_is_defined() -> None:
 def test_functions_and_classes_have_the_words_of_the_field() -> None:
     private = []
     for path in modules():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
             if PRIVATE_WORDS & set(node.name.strip("_").split("_")):
@@ -154,7 +161,7 @@ def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind() -> None:
     """What belongs together goes into a frozen dataclass, or is one object with methods."""
     many = set()
     for path in modules():
-        for name, function in functions(ast.parse((ROOT / path).read_text())):
+        for name, function in functions(tree_of(path)):
             given = function.args
             parameters = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             if sum(each not in ("self", "cls") for each in parameters) > PARAMETERS_MAX:
@@ -193,7 +200,7 @@ def of_self(attribute: ast.Attribute) -> bool:
 
 def test_no_callable_is_set_on_an_object_that_was_made_before() -> None:
     """Who is told of something is an argument of the constructor: a listener with methods."""
-    trees = {path: ast.parse((ROOT / path).read_text()) for path in modules()}
+    trees = {path: tree_of(path) for path in modules()}
     # Attributes that some class makes as a place for a callable: with a lambda, or annotated as one.
     places = {
         attribute.attr

@@ -246,6 +246,24 @@ def test_hosts_of_two_nodes_meet_by_the_variables_of_srun(two_ranks: Training, t
 
 
 @long
+def test_a_daemon_that_does_not_stop_is_killed_and_not_started_again() -> None:
+    """Its memory takes longer to free than the prolog's loop waits before it starts a daemon again."""
+    with Systemd() as machine:
+        slurm = Slurm(machine)
+        slow = '#!/bin/sh\n[ "$1" != -rf ] || sleep 5\nexec /bin/rm "$@"\n'
+        machine.run("bash", "-c", 'printf %s "$0" >/usr/local/sbin/rm && chmod 755 /usr/local/sbin/rm', slow)
+        job = slurm.submit("sleep 600")
+        socket = machine.root / RUN / job / "ckptd.sock"
+        eventually(socket.exists, f"its daemon: {slurm.logs()}")
+        daemon = ("--full", "ckptd run", "--uid", "alice")
+        machine.run("pkill", "--signal=STOP", *daemon)
+        slurm.run("scancel", job)
+        eventually(lambda: daemons(slurm) == [], "the epilog kills it", timeout_s=180)
+        assert machine.run("pgrep", "--list-full", *daemon, check=False).stdout == ""
+        assert not (machine.root / SEGMENTS / job).exists()
+
+
+@long
 def test_the_memory_of_a_job_that_does_not_come_back_is_freed() -> None:
     with Systemd() as machine:
         slurm = Slurm(machine, settings=["CKPTD_SLURM_KEEP_S=4"])

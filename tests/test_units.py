@@ -19,6 +19,7 @@ from tests.ckptd.nodes import PORT, Net
 from tests.ckptd.running import eventually
 from tests.ckptd.scraped import scrape
 from tests.e2e.compare import differences
+from tests.e2e.harness import Jobs
 from tests.storage.s3_server import S3Server, weed
 from tests.systemd import PYTHON, ROOT, Systemd, why_no_systemd
 
@@ -28,6 +29,7 @@ pytestmark = [
 ]
 UNITS = ("ckptd.service", "ckptd@.service")
 OF_TRAINERS = ("CKPTD_RUNTIME_DIR=/run/ckptd", "CKPTD_DAEMON_USER=ckptd")
+DAEMON = ("--daemon", "ipc:///run/ckptd/ckptd.sock")
 TOTAL, KILL_AT, RESTART_AT = 100, 85, 15
 
 
@@ -75,10 +77,8 @@ class Training:
         self.out = systemd.root / f"{inside}.pt".lstrip("/")
         self._progress = self.out.with_suffix(".progress")
         self._log = Path(tempfile.mkstemp(prefix="ckptd-unit-", suffix=".log")[1])
-        daemon = "none" if "--reference" in options else "ipc:///run/ckptd/ckptd.sock"
-        told = [each for each in options if each != "--reference"]
         files = ("--out", f"{inside}.pt", "--progress", f"{inside}.progress")
-        arguments = ("plain", *files, "--total", str(TOTAL), "--run", run, "--daemon", daemon, *told)
+        arguments = ("plain", *files, "--total", str(TOTAL), "--run", run, *DAEMON, *options)
         env = (*OF_TRAINERS, "OMP_NUM_THREADS=1", "HOME=/tmp")
         command = python(systemd, "-m", "tests.e2e.job", *arguments, user="alice", env=env)
         with self._log.open("wb") as log:
@@ -123,8 +123,7 @@ def test_a_restart_in_mid_training_loses_no_snapshot_and_the_job_resumes_at_the_
     unit: Systemd, tmp_path: Path
 ) -> None:
     """As for an upgrade. Then the trainer is killed, and resumes from what both daemons kept."""
-    reference = Training(unit, "reference", "--reference")
-    reference.end()
+    reference = Jobs(tmp_path, "none").run("plain", "--total", str(TOTAL))
     first = Training(unit, "run", "--step-ms", "100", "--kill-at", str(KILL_AT))
     first.reach(RESTART_AT)
     (session,) = shown(unit, "status")["sessions"]
@@ -140,14 +139,33 @@ def test_a_restart_in_mid_training_loses_no_snapshot_and_the_job_resumes_at_the_
     again = Training(unit, "run", "--seed", "7")
     again.end()
     assert again.report["resumed_from"] == KILL_AT
-    for life in (reference, again):
-        shutil.copy(life.out, tmp_path)
-    assert differences(tmp_path / reference.out.name, tmp_path / again.out.name) == []
+    shutil.copy(again.out, tmp_path)
+    assert differences(reference, tmp_path / again.out.name) == []
 
 
 def _iterations(systemd: Systemd) -> list[int]:
     (rank,) = shown(systemd, "snapshots")["ranks"]
     return sorted(slot["iteration"] for slot in rank["slots"] if slot["state"] == "sealed")
+
+
+def test_a_segment_folder_that_is_removed_while_no_daemon_runs_comes_back(unit: Systemd) -> None:
+    """From systemd's file-descriptor store, as after logind has removed a user's files in mid-upgrade."""
+    Training(unit, "removed", "--step-ms", "20", "--kill-at", "25").end(killed=True)
+    eventually(lambda: max(_iterations(unit)) == 25, "the newest snapshot is sealed")
+    held = _iterations(unit)
+    kept = int(unit.shows("ckptd", "NFileDescriptorStore"))
+    assert kept == 2, "the segment, and who takes part in the run"
+    unit.ctl("kill", "--signal=STOP", "ckptd")
+    unit.run("rm", "-rf", "/dev/shm/ckptd")
+    unit.ctl("kill", "--signal=KILL", "ckptd")
+    eventually(lambda: ckptctl(unit, "status").returncode == 0, "the next daemon answers")
+    assert _iterations(unit) == held
+    assert "segment_rescued" in ckptctl(unit, "events").stdout
+    again = Training(unit, "removed", "--seed", "7")
+    again.end()
+    assert again.report["resumed_from"] == 25
+    assert ckptctl(unit, "forget", "--yes", "e2e", "removed").returncode == 0
+    eventually(lambda: int(unit.shows("ckptd", "NFileDescriptorStore")) < kept, "its memory is free")
 
 
 def test_a_reload_takes_other_settings_in_the_same_process(unit: Systemd) -> None:

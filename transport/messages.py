@@ -22,6 +22,9 @@ PROTOCOL_VERSION = 3
 
 Name = Annotated[str, Meta(pattern=r"^(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]
+WorldSize = Annotated[int, Meta(ge=1, lt=1 << 24)]
+Window = Annotated[int, Meta(ge=1, le=1 << 15)]
+NumOperators = Annotated[int, Meta(ge=0, le=1 << 20)]  # bitmaps over operators have this width
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Generation = Annotated[int, Meta(ge=0, lt=1 << 31)]
 SlotIndex = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -125,12 +128,13 @@ class RunRecord(Struct, frozen=True, tag=True):
 
 class HeldSlot(Struct, frozen=True, tag=True):
     """One sealed snapshot: its slot, its header, and the operators that it anchors (bitmap,
-    little-endian).
+    little-endian). ``audited``: an audit has come to its bits.
     """
 
     slot: SlotIndex
     header: HeaderBytes
     anchors: Blob
+    audited: bool = False
 
 
 class HeldSegment(Struct, frozen=True, tag=True):
@@ -138,7 +142,8 @@ class HeldSegment(Struct, frozen=True, tag=True):
     is).
 
     ``facts``: of a boundary log, the ranks with which its rank communicates in a step
-    (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    (`ckptd.core.recovery.recovery_facts.facts_to_wire`). ``partial``: its snapshots are of the policy
+    ``partial``.
     """
 
     name: ShortText
@@ -146,14 +151,15 @@ class HeldSegment(Struct, frozen=True, tag=True):
     own: bool
     origin: ShortText
     generation: Generation
-    world_size: int
-    window: int
-    num_operators: Count
+    world_size: WorldSize
+    window: Window
+    num_operators: NumOperators
     operators_id: ShortText
     slot_bytes: Count
     num_slots: NumSlots
     slots: tuple[HeldSlot, ...]
     facts: Blob = b""
+    partial: bool = False
 
 
 class SegmentInfo(Struct, frozen=True, tag=True):
@@ -199,6 +205,54 @@ class ReplayFailure(Struct, frozen=True, tag=True):
     freezing: ShortText
     verdict: ShortText
     reason: Text = ""
+
+
+class AuditDifference(Struct, frozen=True, tag=True):
+    """What the audit of a step computed otherwise than the trainer did.
+
+    Args:
+        iteration: of the snapshot that has the recorded value.
+        what: the value in words; of a tensor with its operator.
+        param: the parameter whose tensor it is; "" if it is none.
+        elements: how many a tensor has; 0: it is none, or has another shape.
+        differing: how many of them have other bits.
+        bits: how many bits differ in all of them.
+        ratio: the largest difference, as a multiple of the largest recorded magnitude.
+    """
+
+    iteration: Iteration
+    what: Text
+    param: Text = ""
+    elements: Count = 0
+    differing: Count = 0
+    bits: Count = 0
+    ratio: float = 0.0
+
+
+class AuditReport(Struct, frozen=True, tag=True):
+    """What one rank of an audit found; it leaves this in the audit's folder, and ends.
+
+    Args:
+        start: the iteration of the snapshot from which the replay began.
+        end: that of the snapshot with which it ended.
+        compared: the number of compared tensors.
+        replay_s: seconds that the replayed steps took.
+        changed: how this machine differs from the one that recorded, in what can change bits; "" if it
+            does not.
+        result: equal for audits that came to the same values; "" if nothing differs.
+        num_differences: of which ``differences`` has the largest.
+    """
+
+    rank: Rank
+    world_size: Annotated[int, Meta(ge=1, lt=1 << 24)]
+    start: Iteration
+    end: Iteration
+    compared: Count
+    replay_s: float
+    changed: Text
+    result: ShortText
+    num_differences: Count
+    differences: Annotated[tuple[AuditDifference, ...], Meta(max_length=1 << 10)]
 
 
 class Holdings(Struct, frozen=True, tag=True):
@@ -571,6 +625,36 @@ class Unquarantine(Struct, frozen=True, tag=True):
     run: Name
 
 
+class AuditedSnapshot(Struct, frozen=True, tag=True):
+    """The snapshot of a rank with which an audited step ended, by its header digest."""
+
+    rank: Rank
+    header_digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class TellAudit(Struct, frozen=True, tag=True):
+    """`ckptctl audit` has computed a step of this run again.
+
+    Args:
+        start: the iteration from which it was computed.
+        end: the iteration of the snapshots that were compared.
+        passed: everything has the recorded bits.
+        certain: if not, whether the trainer's values are wrong for certain.
+        differing: the ranks that differ.
+    """
+
+    job: Name
+    run: Name
+    start: Iteration
+    end: Iteration
+    epoch: Epoch
+    passed: bool
+    certain: bool
+    verdict: Text
+    snapshots: Annotated[tuple[AuditedSnapshot, ...], Meta(max_length=1 << 16)]
+    differing: Annotated[tuple[Rank, ...], Meta(max_length=1 << 16)] = ()
+
+
 class StepAside(Struct, frozen=True, tag=True):
     """Make way for a daemon that an operator starts: shut down in order and leave the memory. Only daemons
     that trainers started accept it.
@@ -717,6 +801,28 @@ class Status(Struct, frozen=True, tag=True):
     counters: dict[str, int]
     durable: DurableStatus | None = None  # None where no store is configured
     users: tuple[UserStatus, ...] = ()
+    audits: tuple[RunAudit, ...] = ()
+
+
+class RunAudit(Struct, frozen=True, tag=True):
+    """The audits of a run since this daemon was started.
+
+    Args:
+        passed, failed: how many.
+        newest: the iteration of the newest audited snapshot; -1: none.
+        newest_failed: that of the newest one that is wrong; -1: none.
+        verdict: of the last audit.
+        ago_s: seconds since it.
+    """
+
+    job: str
+    run: str
+    passed: int
+    failed: int
+    newest: int
+    newest_failed: int
+    verdict: str
+    ago_s: float
 
 
 class SlotInfo(Struct, frozen=True, tag=True):
@@ -735,6 +841,7 @@ class SlotInfo(Struct, frozen=True, tag=True):
     digest_ns: int
     writer_pid: int
     anchors: bytes
+    audited: bool = False  # an audit came to the bits of this snapshot
 
 
 class RankSnapshots(Struct, frozen=True, tag=True):
@@ -844,6 +951,25 @@ class HostedReplica(Struct, frozen=True, tag=True):
     kind: ShortText = "snapshots"
 
 
+class ComparedRanks(Struct, frozen=True, tag=True):
+    """Ranks that should hold the same values, whose snapshots this node compares.
+
+    Args:
+        iteration: the newest one that was compared; -1: none yet.
+        differing: some of the tensors that differ; ``num_differing``: how many do.
+        diverged: what is not the same on the ranks, and not as by a fault: ``param``, ``master``, or
+            ``optim/<key>``.
+    """
+
+    job: str
+    run: str
+    ranks: tuple[int, ...]
+    iteration: int
+    differing: tuple[str, ...] = ()
+    num_differing: int = 0
+    diverged: tuple[str, ...] = ()
+
+
 class Peers(Struct, frozen=True, tag=True):
     """What ``ckptctl peers`` shows. ``endpoint`` is "" if this daemon has no peer listener.
 
@@ -858,6 +984,7 @@ class Peers(Struct, frozen=True, tag=True):
     replicas: tuple[HostedReplica, ...]
     counters: dict[str, int]
     encryption: str = ""
+    compared: tuple[ComparedRanks, ...] = ()
 
 
 class DrillReport(Struct, frozen=True, tag=True):
@@ -1099,6 +1226,7 @@ Request = (
     | TellReplay
     | StepAside
     | Unquarantine
+    | TellAudit
 )
 OneWay = Filled | Report | Notice | ParkOutcome | TellElastic
 Reply = (

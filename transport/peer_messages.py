@@ -102,8 +102,8 @@ class BeginSlot(Struct, frozen=True, tag=True):
     ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation (-1:
     unknown).
 
-    ``gradient_bytes``: so many bytes behind the image have the gradients from which a peer that holds the
-    snapshot of iteration ``base`` can compute this one (docs/recompute.md); 0: none.
+    ``gradient_bytes``: so many bytes behind the image, at most, have the gradients from which a peer that
+    holds the snapshot of iteration ``base`` can compute this one (docs/recompute.md); 0: none.
     """
 
     lease: Ticket
@@ -260,6 +260,22 @@ class Floor(Struct, frozen=True, tag=True):
     boot_id: ShortText = ""
 
 
+class TellDigests(Struct, frozen=True, tag=True):
+    """Digests of the tensors that a rank's snapshot has in common with those of other ranks, for the node
+    that compares them (`ckptd.core.replication.replica_comparison.RankDigests`). ``group`` names these ranks.
+    """
+
+    job: Name
+    run: Name
+    rank: Rank
+    group: ShortText
+    num_ranks: Annotated[int, Meta(ge=2, le=1 << 24)]
+    epoch: Epoch
+    iteration: Iteration
+    tensors: Count
+    digests: Annotated[bytes, Meta(max_length=1 << 20)]
+
+
 class TellRun(Struct, frozen=True, tag=True):
     """The members of a run, for a member without a rank of it: no trainer joins there."""
 
@@ -294,6 +310,7 @@ PeerRequest = (
     | DoubtSlot
     | EndRun
     | Floor
+    | TellDigests
     | TellRun
 )
 PeerReply = (

@@ -47,6 +47,8 @@ MAX_BODY_BYTES = 32 << 20  # a slot table with 100,000 operator names is about 1
 MAX_ENVELOPE_BYTES = 64
 SEND_QUEUE = 256  # one-way messages kept while the daemon does not read
 MAX_REFUSALS = 64
+_LONG_S = 30.0  # who waits longer for an answer looks whether the daemon is the one that was asked
+_ALIVE_S = 10.0
 _LOOK_S = 0.02  # between two checks whether a daemon listens
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
@@ -222,12 +224,18 @@ class ControlClient:
             raise
 
     def request(
-        self, message: Request, *, timeout_s: float | None = None, alive_s: float | None = None
+        self,
+        message: Request,
+        *,
+        timeout_s: float | None = None,
+        alive_s: float | None = None,
+        boot_id: str = "",
     ) -> Reply:
         """Send a request, and wait for its answer.
 
         With ``alive_s``, for requests that take long, the daemon has to answer a ping in every such interval.
-        So a daemon that hangs, or was restarted and does not know the request, is noticed.
+        So a daemon that hangs, or was restarted and does not know the request, is noticed: by the session
+        that it does not know, or by another boot than ``boot_id``, for who has no session.
 
         Raises:
             RefusedError: the daemon refused.
@@ -258,7 +266,9 @@ class ControlClient:
             envelope, answer = received
             if ping_id and envelope.id == ping_id:
                 ping_id, why = 0, ""
-                if not isinstance(answer, Pong) or not answer.attached:
+                if not isinstance(answer, Pong) or not (
+                    answer.boot_id == boot_id if boot_id else answer.attached
+                ):
                     why = "the daemon was restarted"
                     break
             elif envelope.id != message_id:
@@ -275,8 +285,12 @@ class ControlClient:
         raise RequestTimeout(self.endpoint, name, limit_s, why)
 
     def ask(self, message: Request, reply_type: type[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
-        """Like `request`, for an answer of the given type."""
-        answer = self.request(message, timeout_s=timeout_s)
+        """Like `request`, for an answer of the given type; if it may take long, for who has no session."""
+        boot_id, alive_s = "", None
+        if timeout_s is not None and timeout_s > _LONG_S:
+            pong = self.ask(Ping(), Pong)
+            boot_id, alive_s = pong.boot_id, _ALIVE_S
+        answer = self.request(message, timeout_s=timeout_s, alive_s=alive_s, boot_id=boot_id)
         if not isinstance(answer, reply_type):
             raise WireError(
                 "unexpected",

@@ -20,7 +20,7 @@ import pwd
 import stat
 import textwrap
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,9 +36,11 @@ from ckptd.transport.access.local_trust import own_users, user_name
 __all__ = [
     "ConfigError",
     "LoadedConfig",
+    "daemon_user",
     "default_endpoint",
     "endpoint_for",
     "field_docs",
+    "handed_files",
     "load_config",
     "notify_settings",
     "render_table",
@@ -48,7 +50,9 @@ __all__ = [
     "user_quotas",
 ]
 
+_FIRST_HANDED = 3  # after the three standard files
 _SECRETIVE = ("store", "store_options")  # may contain credentials: their values are not shown
+_NUMBER_BITS = 64  # of a setting
 DEFAULT_FILE = "/etc/ckptd/ckptd.toml"
 
 if os.environ.get("CKPTD_VALIDATE"):  # set by the tests, for all processes of a job
@@ -117,6 +121,23 @@ def default_endpoint(environ: Mapping[str, str] | None = None) -> str:
     return environ.get("CKPTD_LISTEN") or endpoint_for(default_runtime_dir(environ))
 
 
+def daemon_user(environ: Mapping[str, str] | None = None) -> int:
+    """The user that CKPTD_DAEMON_USER names; else this process's.
+
+    Raises:
+        ConfigError: the named user does not exist.
+    """
+    name = (os.environ if environ is None else environ).get("CKPTD_DAEMON_USER", "")
+    if not name:
+        return os.geteuid()
+    try:
+        return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
+    except KeyError as error:
+        raise ConfigError(
+            f"CKPTD_DAEMON_USER = {name!r}: this user does not exist on this machine; set a name or number"
+        ) from error
+
+
 def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
     """The users whose daemon a client trusts: root, its own user, and the user that CKPTD_DAEMON_USER
     names.
@@ -124,16 +145,7 @@ def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
     Raises:
         ConfigError: the named user does not exist.
     """
-    name = (os.environ if environ is None else environ).get("CKPTD_DAEMON_USER", "")
-    if not name:
-        return own_users()
-    try:
-        uid = int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
-    except KeyError as error:
-        raise ConfigError(
-            f"CKPTD_DAEMON_USER = {name!r}: this user does not exist on this machine; set a name or number"
-        ) from error
-    return own_users() | {uid}
+    return own_users() | {daemon_user(environ)}
 
 
 def notify_settings(environ: Mapping[str, str] | None = None) -> tuple[str | None, float | None]:
@@ -145,19 +157,36 @@ def notify_settings(environ: Mapping[str, str] | None = None) -> tuple[str | Non
     return environ.get("NOTIFY_SOCKET"), watchdog_s
 
 
-def traces_wanted(config: DaemonConfig, environ: Mapping[str, str] | None = None) -> str | None:
-    """The URL that traces go to; "": the one in OpenTelemetry's own variables; None: there is none."""
+def handed_files(environ: MutableMapping[str, str] | None = None) -> list[tuple[str, int]]:
+    """The files that the service manager kept for this process, with their names; the caller closes them.
+
+    Only the first call has them: a later image of this process must not take other descriptors for them.
+    """
     environ = os.environ if environ is None else environ
+    process, count, names = (environ.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES"))
+    if process != str(os.getpid()) or not count.isdigit():
+        return []
+    return list(zip(names.split(":"), range(_FIRST_HANDED, _FIRST_HANDED + int(count)), strict=False))
+
+
+def traces_wanted(config: DaemonConfig, environ: Mapping[str, str] | None = None) -> str | None:
+    """The URL that traces go to; "" (or "grpc:"): the one in OpenTelemetry's own variables, over HTTP (or
+    gRPC); None: there is none.
+    """
+    environ = os.environ if environ is None else environ
+    if config.otel_endpoint.startswith("grpc"):
+        return config.otel_endpoint.rstrip("/")
     if config.otel_endpoint:
         return f"{config.otel_endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
     off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    other = environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
-    named = any(environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_"))
-    http = all(
-        environ.get(f"OTEL_EXPORTER_OTLP_{name}PROTOCOL", "http/protobuf") == "http/protobuf"
-        for name in ("", "TRACES_")
-    )
-    return "" if named and http and not off and not other else None
+    # OpenTelemetry's rules: the variable for traces counts before the general one; an empty one is unset.
+    other = (environ.get("OTEL_TRACES_EXPORTER") or "otlp") != "otlp"
+
+    def of_exporter(name: str) -> str | None:
+        return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or environ.get(f"OTEL_EXPORTER_OTLP_{name}")
+
+    found = {"http/protobuf": "", "grpc": "grpc:"}.get(of_exporter("PROTOCOL") or "http/protobuf")
+    return found if of_exporter("ENDPOINT") and not off and not other else None
 
 
 @cache
@@ -210,34 +239,32 @@ def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> DaemonConfi
         values["listen"] = _parse("listen", endpoint_for(runtime_dir), "made from runtime_dir")
     values.setdefault("keys_dir", f"{runtime_dir}/keys")
     config = DaemonConfig(**values)
-    user_quotas(config)
-    return config
-
-
-def user_quotas(config: DaemonConfig) -> UserQuotas | None:
-    """The quotas of users; None if users are not kept apart.
-
-    Raises:
-        ConfigError: they need another setting, or are for a user that does not exist.
-    """
-    default_bytes, by_name = parse_bytes(config.user_quota), parse_user_quotas(config.user_quotas)
-    if not config.isolate_users:
-        if default_bytes or by_name:
-            raise ConfigError(
-                "user_quota and user_quotas need isolate_users = true: without it a job is of no user"
-            )
-        return None
-    if not config.trainer_group:
+    if config.isolate_users and not config.trainer_group:
         raise ConfigError(
             "isolate_users = true needs trainer_group: without it no user but the daemon's can attach"
         )
+    if not config.isolate_users and (parse_bytes(config.user_quota) or parse_user_quotas(config.user_quotas)):
+        raise ConfigError(
+            "user_quota and user_quotas need isolate_users = true: without it a job is of no user"
+        )
+    return config
+
+
+def user_quotas(config: DaemonConfig) -> tuple[UserQuotas | None, tuple[str, ...]]:
+    """The quotas of users (None if they are not kept apart), and the names that no user of this node has.
+
+    Only for the daemon: trainers and `ckptctl` read its settings, too, and need no user of another name.
+    """
+    if not config.isolate_users:
+        return None, ()
     by_user: dict[int, int] = {}
-    for name, size in by_name.items():
+    unknown: list[str] = []
+    for name, size in parse_user_quotas(config.user_quotas).items():
         try:
             by_user[int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid] = size
-        except KeyError as error:
-            raise ConfigError(f"user_quotas: there is no user {name!r} on this machine") from error
-    return UserQuotas(default_bytes, by_user)
+        except KeyError:
+            unknown.append(name)
+    return UserQuotas(parse_bytes(config.user_quota), by_user), tuple(unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +291,7 @@ def _read_toml(
         with path.open("rb") as opened:
             info = os.fstat(opened.fileno())
             table = tomllib.loads(opened.read().decode("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     read = _ConfigFile(path, info)
     if not stat.S_ISCHR(info.st_mode):  # /dev/null contains no settings
@@ -274,7 +301,11 @@ def _read_toml(
         if key not in _fields():
             raise ConfigError(f"unknown setting {key!r} in {path}{_did_you_mean(key)}")
         if not isinstance(value, str | int | float):
-            raise ConfigError(f"{key} = {value!r} in {path}: expected {_allowed(key)}")
+            raise ConfigError(f"{key} in {path} is a {type(value).__name__}: expected {_allowed(key)}")
+        if isinstance(value, int) and value.bit_length() > _NUMBER_BITS:  # it may be too long to be shown
+            raise ConfigError(
+                f"{key} in {path} is a number of {value.bit_length()} bits: expected {_allowed(key)}"
+            )
         text = str(value).lower() if isinstance(value, bool) else str(value)
         found[key] = (text, f"file {path}")
     return found, read

@@ -14,8 +14,11 @@ from pathlib import Path
 from ckptd.private_files import replace_private_file
 
 __all__ = [
+    "AUDITED_RUN_VARIABLE",
+    "AUDIT_VARIABLE",
     "AlreadyRunning",
     "UnusableFolder",
+    "audit_runtime_dir",
     "builtin_runtime_dir",
     "claim",
     "default_runtime_dir",
@@ -35,6 +38,17 @@ def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
     if text := environ.get("CKPTD_RUNTIME_DIR"):
         return os.path.normpath(text)
     return builtin_runtime_dir(environ)
+
+
+AUDIT_VARIABLE = "CKPTD_AUDIT"
+"""The folder of the audit for which `ckptctl audit` has started this process."""
+AUDITED_RUN_VARIABLE = "CKPTD_AUDITED_RUN"
+"""The audited run, as ``job~run``."""
+
+
+def audit_runtime_dir(folder: str) -> str:
+    """The runtime folder of the daemon of the audit in this folder."""
+    return f"{folder}/run"
 
 
 def builtin_runtime_dir(environ: Mapping[str, str]) -> str:

@@ -162,8 +162,10 @@ def _metrics_value(text: str) -> str:
 
 
 def _otel_value(text: str) -> str:
-    if text and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", text):
-        raise ValueError("a URL of http or https; credentials belong in OTEL_EXPORTER_OTLP_HEADERS")
+    if text and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?|grpcs?://[^\s/@?#]+/?", text):
+        raise ValueError(
+            "a URL of http, https, grpc or grpcs; credentials belong in OTEL_EXPORTER_OTLP_HEADERS"
+        )
     return text
 
 
@@ -256,7 +258,7 @@ class DaemonConfig:
     """
 
     segment_dir: str = _key("", _absolute_path, "an absolute path", "/dev/shm/ckptd-<uid>")
-    """Folder of the segment files, on tmpfs or hugetlbfs, so that they live in memory. If
+    """Folder of the segment files, on tmpfs, so that they live in memory. If
     runtime_dir is not the default, this default gets a suffix derived from it, so that two daemons
     of one user use different folders."""
 
@@ -283,7 +285,8 @@ class DaemonConfig:
     0: only `memory` limits it. Needs isolate_users."""
 
     user_quotas: str = _key("", _user_quotas_value, "user=bytes pairs, separated by commas")
-    """Other limits for some users, by name or number, such as "alice=128GiB,1003=16GiB"; 0: none."""
+    """Other limits for some users, by name or number, such as "alice=128GiB,1003=16GiB"; 0: none. A name
+    that no user of this node has is ignored, with a warning."""
 
     node_id: str = _key(
         "", _name_value, "1 to 64 of A-Z a-z 0-9 . _ -", "<hostname>-<random>, kept in runtime_dir"
@@ -441,20 +444,26 @@ class DaemonConfig:
 
     metrics: str = _key("", _metrics_value, "address:port, unix:/path, or empty", "off")
     """Where Prometheus scrapes this daemon (`GET /metrics`; docs/metrics.md): an address with a port (0
-    chooses a free one), or a unix socket, which trainer_group can connect to. There is no authentication,
-    and the page names jobs, runs and nodes. Needs the package prometheus_client (`pip install
-    'ckptd[metrics]'`)."""
+    chooses a free one), or a unix socket, which trainer_group can connect to, unless isolate_users is set.
+    There is no authentication, and the page names jobs, runs and nodes. Needs the package prometheus_client
+    (`pip install 'ckptd[metrics]'`)."""
 
     dash: str = _key("", _metrics_value, "address:port, unix:/path, or empty", "off")
     """Where this daemon serves the page of `ckptctl dash`: an address with a port (0 chooses a free one), or
-    a unix socket, which trainer_group can connect to. Beyond loopback viewers need the token in
-    <runtime_dir>/dash.token, which the daemon makes (docs/operations.md)."""
+    a unix socket, which trainer_group can connect to, unless isolate_users is set. Beyond loopback, and with
+    isolate_users on loopback, too, viewers need the token in <runtime_dir>/dash.token, which the daemon makes
+    (docs/operations.md)."""
 
-    otel_endpoint: str = _key("", _otel_value, "http://host:port, https://host:port, or empty", "off")
-    """OTLP/HTTP collector that gets a trace of each recovery (docs/observability.md#traces-of-recoveries);
-    /v1/traces is added. Empty: the one that OpenTelemetry's own variables name, if any
-    (OTEL_EXPORTER_OTLP_ENDPOINT, …), which hold credentials and certificates, too. Needs `pip install
-    'ckptd[otel]'`."""
+    otel_endpoint: str = _key(
+        "",
+        _otel_value,
+        "http://host:port, https://host:port, grpc://host:port, grpcs://host:port, or empty",
+        "off",
+    )
+    """OTLP collector that gets a trace of each recovery (docs/observability.md#traces-of-recoveries), over
+    HTTP (/v1/traces is added) or gRPC (grpcs: with TLS). Empty: the one that OpenTelemetry's own variables
+    name, if any (OTEL_EXPORTER_OTLP_ENDPOINT, …), which hold credentials and certificates, too. Needs `pip
+    install 'ckptd[otel]'`, for gRPC `'ckptd[otel-grpc]'`."""
 
     max_events: int = _key(10_000, _integer_value(16, 1_000_000), "16 to 1000000")
     """Number of events that are kept in memory for `ckptctl events`."""

@@ -1,11 +1,12 @@
-"""When ranks of a pipeline wait: predicted from its schedule's actions, corrected by measurement. Pure.
+"""When ranks of a pipeline wait: predicted from its schedule's actions, and measured. Pure.
 
 A rank of a pipeline runs its *actions* in a fixed order: forwards and backwards of its stages, one for each
 micro-batch. An action needs the result of the neighbouring stage, so a rank may have to wait for it. The time
 without an action is the *bubble*. A snapshot that is copied then takes no time from the training.
 
-`play` runs the actions of all ranks against each other, `rank_bubbles` finds where one of them waits, and
-`split_bytes` which part of a snapshot fits there: what does not is copied beside the actions.
+`play` runs the actions of all ranks against each other, and `rank_bubbles` finds where one of them waits.
+`GapMeter` has what was measured, and `split_bytes` which part of a snapshot fits there: what does not is
+copied beside the actions.
 
 Source: MoEtion, section 5.3 and algorithm 4, which estimates the bubble of 1F1B by its closed form.
 """
@@ -285,39 +286,29 @@ def split_bytes(total_bytes: int, gaps_s: Sequence[float], bytes_per_s: float) -
 
 
 class GapMeter:
-    """The gaps of a rank: as predicted at first, then as measured in the newest iterations.
+    """The gaps of a rank, as measured in the newest iterations.
 
     An iteration with another number of actions counts for nothing: the schedule ran twice, or not to its end.
 
     Args:
         num_actions: of the rank, in an iteration.
-        needed: the number of measured iterations from which on they count.
         kept: the number of iterations, of which the medians count.
-
-    Attributes:
-        predicted_s: as in `RankBubbles.gaps_s`; zeros as long as nothing is predicted.
     """
 
-    def __init__(self, num_actions: int, *, needed: int = 3, kept: int = 9) -> None:
-        self.predicted_s: tuple[float, ...] = (0.0,) * num_actions
-        self._needed = needed
+    def __init__(self, num_actions: int, *, kept: int = 9) -> None:
+        self.num_actions = num_actions
         self._measured: deque[tuple[float, ...]] = deque(maxlen=kept)
         self._medians: tuple[float, ...] = ()
 
     def note(self, gaps_s: Sequence[float]) -> bool:
         """Note what was measured in an iteration; returns whether it counts."""
-        if len(gaps_s) != len(self.predicted_s):
+        if len(gaps_s) != self.num_actions:
             return False
         self._measured.append(tuple(gaps_s))
         self._medians = tuple(map(statistics.median, zip(*self._measured, strict=True)))
         return True
 
     @property
-    def measured_s(self) -> tuple[float, ...]:
-        """The median of the measured gaps before each action; empty before the first."""
-        return self._medians
-
-    @property
     def gaps_s(self) -> tuple[float, ...]:
-        """The expected gap before each action."""
-        return self._medians if len(self._measured) >= self._needed else self.predicted_s
+        """The median of the measured gaps before each action; empty before the first iteration."""
+        return self._medians

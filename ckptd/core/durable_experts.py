@@ -20,11 +20,20 @@ Source: MoC-System (ASPLOS '25), section 5.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["DurableChoice", "DurableTurns", "Listed", "choose_durable", "slots_with_old_copies", "turns_of"]
+__all__ = [
+    "DurableChoice",
+    "DurableTurns",
+    "Listed",
+    "choose_durable",
+    "have_gaps",
+    "slots_with_old_copies",
+    "turns_of",
+]
 
 
 class Listed(NamedTuple):
@@ -81,6 +90,18 @@ def slots_with_old_copies(window: int) -> int:
     window of new snapshots is there.
     """
     return 2 * window + 2
+
+
+def have_gaps(images: Iterable[tuple[int, int]]) -> bool:
+    """Whether snapshots were taken between these partial ones: images of several durable checkpoints.
+
+    A recovery leaves out sequence numbers, too, but no iterations. With an interval above 1 iterations are
+    left out, but no sequence numbers. Only a recovery with such an interval cannot be told from these images.
+
+    Args:
+        images: iteration and sequence of each, ascending.
+    """
+    return any(after[0] > before[0] + 1 and after[1] > before[1] + 1 for before, after in pairwise(images))
 
 
 def choose_durable(

@@ -41,6 +41,7 @@ __all__ = [
     "plan_export",
     "ranges",
     "split_rows",
+    "with_older",
 ]
 
 
@@ -68,6 +69,7 @@ def first_of(names: Sequence[str], limit: int) -> str:
 
 OURS = "ckptd."  # entries that only the client reads
 BUFFER, MASTER, OPTIM = "buffer/", "master/", "optim/"
+_NO_PARAMETER = (OURS, BUFFER, MASTER, OPTIM)
 
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]", re.DOTALL)
 
@@ -129,6 +131,8 @@ class SnapshotFacts:
         shares: the rows that other ranks capture for this one.
         aligned: windows are known to be aligned: only the first snapshot of a window is whole.
         partial: it has some of the experts only, or their weights or state.
+        newest: of the checkpoint that stores a partial snapshot, if this is an older one: it may lack what
+            the newer ones have. -1: it is not.
     """
 
     dense: bool = False
@@ -140,6 +144,7 @@ class SnapshotFacts:
     shares: tuple[SharedRows, ...] = ()
     aligned: bool = True
     partial: bool = False
+    newest: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +266,9 @@ def _join(name: str, parts: Sequence[tuple[int, int, ImageTensor]], facts: Snaps
     row = 0
     for begin, end, tensor in parts:
         if begin != row or tensor.shape[:1] != (end - begin,):
-            raise ExportError(f"the slices of {name} leave a gap or overlap at row {row}{_why(facts)}")
+            known = facts.rows and (facts.aligned or facts.partial)
+            why = _why(facts) if known else ""
+            raise ExportError(f"the slices of {name} leave a gap or overlap at row {row}{why}")
         if tensor.shape[1:] != pieces[0].shape[1:]:
             raise ExportError(f"the slices of {name} differ in shape")
         row = end
@@ -277,16 +284,7 @@ def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
     if missing:
         ranks = {share.rank for share in facts.shares if share.param in missing}
         nor = f", and the tensors that {named_ranks(ranks)} captured for it do not complete it" * bool(ranks)
-        why = ": only the first snapshot of an aligned window contains the whole model" * facts.aligned
-        if facts.partial:
-            why = (
-                ": a partial snapshot has the weights of all experts with PartialOptions(scope='optimizer') "
-                "only"
-            )
-        raise ExportError(
-            f"the snapshot does not contain {first_of(missing, _MOST_NAMED)}{nor}{why}; choose "
-            "another iteration"
-        )
+        raise ExportError(f"the snapshot does not contain {first_of(missing, _MOST_NAMED)}{nor}{_why(facts)}")
 
 
 def _check_state(state: Iterable[Whole], params: Mapping[str, Whole]) -> None:
@@ -303,8 +301,20 @@ def _check_state(state: Iterable[Whole], params: Mapping[str, Whole]) -> None:
 
 
 def _why(facts: SnapshotFacts) -> str:
-    known = facts.rows and facts.aligned
-    return " (only the first snapshot of an aligned window is whole)" if known else ""
+    """Why a snapshot is not whole, as far as that is known, and what to do."""
+    if facts.newest >= 0:
+        return (
+            ": of an older partial snapshot storage has only what newer ones of its checkpoint lack; choose "
+            f"iteration {facts.newest}"
+        )
+    if facts.partial:
+        return (
+            ": a partial snapshot has the weights of all experts with PartialOptions(scope='optimizer') "
+            "only. To export the model of one iteration, resume the run with an exact policy; to take "
+            "experts of earlier iterations, pass --older-experts"
+        )
+    why = ": only the first snapshot of an aligned window contains the whole model" * facts.aligned
+    return f"{why}; choose another iteration"
 
 
 def _check_unique(names: Sequence[str]) -> None:
@@ -412,6 +422,24 @@ def join(
     # A dense image contains the parameters in their trained dtype.
     compute = {} if dense else smallest_dtypes(snapshots)
     return JoinedSnapshot(replace(facts, dense=dense, compute=compute), tuple(tensors), ranks)
+
+
+def with_older(images: Sequence[Sequence[ImageTensor]]) -> tuple[list[ImageTensor], dict[str, int]]:
+    """The tensors of a partial snapshot, and what it lacks of parameters, each from the newest older one.
+
+    Args:
+        images: the tensors of the snapshot, then those of older ones of its chain, the newest first.
+    Returns:
+        The tensors, and of those from older images the number of the image, by name.
+    """
+    found = list(images[0])
+    held, numbers = {tensor.name for tensor in found}, dict[str, int]()
+    for number, tensors in enumerate(images[1:], start=1):
+        new = [t for t in tensors if t.name not in held and not t.name.startswith(_NO_PARAMETER)]
+        found += new
+        held.update(tensor.name for tensor in new)
+        numbers.update((tensor.name, number) for tensor in new)
+    return found, numbers
 
 
 def _taken(shares: Sequence[SharedRows], tensors: Iterable[ImageTensor]) -> list[ImageTensor]:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
 
@@ -30,8 +31,11 @@ __all__ = [
     "LayerTokens",
     "Selection",
     "experts_of_layers",
+    "iterations_at_risk",
     "plan_partial",
+    "popularity",
     "proportion_lost",
+    "rooms",
     "rotation",
     "select_by_risk",
     "window_for",
@@ -40,6 +44,8 @@ __all__ = [
 
 LOST_TOKENS_LIMIT = 0.0375
 """The PLT below which MoC-System found no effect on the loss (section 3.1.2)."""
+
+_GOLDEN = 0.618  # parts of a circle so far apart are spread evenly over it, however many there are
 
 # (container, index) of an operator that is an expert; None of one that is not.
 Expert = tuple[str, int] | None
@@ -93,8 +99,9 @@ def rotation(
             else:
                 ranks = total // here[name]
                 position = place * ranks + first // here[name] % ranks
-            position = (position + layers[name] * total // window) % total
-            phases[i] = position * window // total
+            # Where the window does not divide the experts, the longer phases of a layer follow those of the
+            # one before, too.
+            phases[i] = (position * window // total + layers[name]) % window
     return phases
 
 
@@ -247,3 +254,61 @@ def select_by_risk(
             for wait in bound:
                 rooms[wait] -= 1
     return chosen
+
+
+def rooms(phases: Sequence[Sequence[int]], selectable: Collection[int]) -> list[int]:
+    """For how many selectable experts each snapshot of a window has room.
+
+    Where the turns leave a snapshot smaller than the largest one, further experts fill it: copies hide as
+    well, and no slot is larger.
+
+    Args:
+        phases: the experts whose turn each snapshot is; those that are not selectable are in it anyway.
+    """
+    most = max(map(len, phases))
+    return [most - sum(i not in selectable for i in phase) for phase in phases]
+
+
+def popularity(experts: int, skew: float) -> list[float]:
+    """Shares of a layer's tokens, the largest first, each the same part of the one before.
+
+    Args:
+        skew: their Herfindahl-Hirschman index between that of even tokens, 0, and of one expert with all, 1;
+            below 1.
+    Source: MoEvement (NSDI '26), appendix D, which draws the shares at random.
+    """
+    even, ratios = 1 / experts, [0.0, 1.0]
+    for _ in range(60):
+        ratio = sum(ratios) / 2
+        total = sum(ratio**n for n in range(experts))
+        shares = [ratio**n / total for n in range(experts)]
+        found = sum(share * share for share in shares)
+        ratios[found < even + skew * (1 - even)] = ratio
+    return shares
+
+
+@lru_cache(maxsize=1024)
+def iterations_at_risk(experts: int, skew: float, window: int) -> float:
+    """Tokens of all experts since these were in a snapshot last, as iterations of all tokens: what a failure
+    loses between two snapshots of successive iterations, on average, if `select_by_risk` selects.
+
+    Args:
+        skew: of their `popularity`, which does not change, and has nothing to do with their order.
+    """
+    if skew <= 0 or window == 1:
+        return (window - 1) / 2  # they take turns
+    # The most popular ones far from each other: if they were neighbours, they would be due together.
+    stride = next(n for n in itertools.count(round(experts * _GOLDEN)) if math.gcd(n, experts) == 1)
+    sorted_shares = popularity(experts, skew)
+    shares = [sorted_shares[n * stride % experts] for n in range(experts)]
+    capacities = deque(Counter(n * window // experts for n in range(experts)).values())
+    last = [n * window // experts - window for n in range(experts)]
+    found = []
+    for number in range(4 * window):
+        ages = [number - each for each in last]
+        tokens = [share * age for share, age in zip(shares, ages, strict=True)]
+        for expert in select_by_risk(tokens, ages, capacities, 2 * window):
+            last[expert] = number
+        capacities.rotate(-1)
+        found.append(sum(share * (number - each) for share, each in zip(shares, last, strict=True)))
+    return sum(found[2 * window :]) / (2 * window)

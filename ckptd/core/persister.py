@@ -35,6 +35,7 @@ from ckptd.core.state_machine import MachineState, Transitions, validated
 
 __all__ = [
     "TRANSITIONS",
+    "UPLOAD_HEADROOM",
     "Cadence",
     "Commit",
     "CommitFailed",
@@ -529,7 +530,8 @@ class Persister:
             self._effects.append(Commit(current.end, self.cadence.stride, tuple(current.records)))
             return
         free = self._parallel - sum(key in current.asked for key in waiting)
-        # All ranks that store this iteration must decide the same; a flush alone comes upon other ones.
+        # All ranks that store this iteration must decide the same; only a flush ends at an iteration that is
+        # no multiple of `every`.
         expected = current.end % self.cadence.every == 0
         phases = tuple([(key, record.phase) for key, record in current.records.items() if expected])
         for key in [key for key in waiting if key not in current.asked][: max(0, free)]:
@@ -590,7 +592,8 @@ class Persister:
 # -- the cadence ---------------------------------------------------------------------------------
 
 _MAX_DOUBLINGS = 40
-_HEADROOM = 1.25  # uploads may take at most 1 / 1.25 of the available time
+UPLOAD_HEADROOM = 1.25
+"""Uploads may take at most 1 / 1.25 of the available time."""
 _SHRINK_AT = 0.4  # how well a shorter stride must fit, lest strides alternate
 _MEASURED = 9
 _STRIKES = 2
@@ -672,7 +675,7 @@ class Cadence:
     def _adapt(self) -> None:
         if not self.iteration_s:
             return
-        needed_s = max(self.every_s, _HEADROOM * max(self._uploads_s, default=0.0))
+        needed_s = max(self.every_s, UPLOAD_HEADROOM * max(self._uploads_s, default=0.0))
         while self._spacing_s(self._doublings) < needed_s and self._doublings < _MAX_DOUBLINGS:
             self._doublings += 1
         # The user's wish is exact; measurements vary.

@@ -23,6 +23,7 @@ from enum import StrEnum
 from typing import Protocol
 
 __all__ = [
+    "MISSING_COUNTERS",
     "AlignedPolicy",
     "Calendar",
     "DensePolicy",
@@ -40,6 +41,9 @@ __all__ = [
     "levels",
     "policy_for",
 ]
+
+MISSING_COUNTERS = ("failed", "torn", "no_slot", "undecided")
+"""Counters of a trainer for snapshots that its schedule wanted, and that were not taken."""
 
 
 class OperatorKind(StrEnum):

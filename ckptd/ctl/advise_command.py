@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import math
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ckptd.config.settings import parse_bytes
-from ckptd.core.advice.advice import Advice, EttrCurve, advise, arguments, ettr_curves, mtbf_axis
-from ckptd.core.advice.failure_simulation import RecordedFailures, mean_ettr, play, recorded_failures
+from ckptd.core.advice.advice import (
+    Advice,
+    EttrCurve,
+    advise,
+    arguments,
+    ettr_curves,
+    mtbf_axis,
+    settings,
+)
+from ckptd.core.advice.failure_simulation import RecordedFailures, mean_ettr, recorded_failures
 from ckptd.core.advice.job_shape import (
     MODELS,
     PRECISIONS,
@@ -24,14 +33,22 @@ from ckptd.core.advice.job_shape import (
     measured_shape,
     rank_shape,
 )
+from ckptd.core.advice.node_losses import NodeLosses, chance_of_loss
 from ckptd.core.advice.outlook import (
+    HIDDEN,
+    LOSSY,
+    Choice,
     Conditions,
     PolicyOutlook,
+    StorageOutlook,
     dense_outlook,
     partial_outlook,
+    persisting,
     window_outlook,
 )
+from ckptd.core.durable_experts import turns_of
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
+from ckptd.core.slots.slots import DRAWN_EPOCHS
 from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.ctl.command import (
     EXIT_FAILED,
@@ -49,8 +66,10 @@ from ckptd.units import format_age, format_bytes, format_table
 __all__ = ["add_advise_command", "failures_at_random"]
 
 _PLAYED_S = 12 * 3600.0
+_PLAYED_FAILURES = 1000  # at most: failures that come every second would take minutes
 _SEEDS = 20
-_LINK_BPS, _RESTART_S = 20e9, 3.0
+_LINK_BPS, _NETWORK_BPS, _RESTART_S = 20e9, 5e9, 3.0
+_GPUS_OF_NODE = 8
 _STEPS_MIN = 3
 _RESTART = (
     RecoveryPhase.OTHERS_STOPPED,
@@ -60,9 +79,13 @@ _RESTART = (
     RecoveryPhase.ATTACH,
     RecoveryPhase.INVENTORY,
 )
+# Rows of what is not exact, by policy.
+_LOSES = dict(zip(LOSSY, ("loses updates", "loses updates, by risk"), strict=True))
 _FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9}
 # Of the time; less is within what is not known.
 _FAR = 0.01
+# Of an iteration, and of each GPU, if nobody says: what the pretraining of large models on H100s reaches.
+_TOKENS, _TFLOPS = 4_000_000, 400.0
 # Forward and backward, for each parameter that a token uses.
 _FLOPS_PER_PARAMETER = 6.0
 
@@ -89,10 +112,17 @@ def add_advise_command(commands: Commands) -> None:
         "--precision", choices=sorted(PRECISIONS), default="bf16-mixed", help="default: bf16-mixed"
     )
     job.add_argument("--iteration", type=duration, metavar="TIME", help="of an iteration, such as 2.5s")
-    job.add_argument("--tokens", type=_count, help="of an iteration, such as 4M, in place of --iteration")
-    job.add_argument("--tflops", type=float, help="that a GPU reaches, with --tokens")
+    job.add_argument(
+        "--tokens", type=_count, help="of an iteration, in place of --iteration (default: 4M, and says so)"
+    )
+    job.add_argument("--tflops", type=float, help="that a GPU reaches, with --tokens (default: 400)")
     around = parser.add_argument_group("what is around it")
-    around.add_argument("--mtbf", type=duration, metavar="TIME", help="of the whole job, such as 10m or 6h")
+    around.add_argument(
+        "--mtbf",
+        type=duration,
+        metavar="TIME",
+        help="of the whole job, such as 10m or 6h (default: as seen of a job that runs)",
+    )
     around.add_argument(
         "--failures",
         type=Path,
@@ -103,9 +133,45 @@ def add_advise_command(commands: Commands) -> None:
         "--link", type=_bytes, help="device to host, a second (default: as measured, or 20GB)"
     )
     around.add_argument(
-        "--network", type=_bytes, default="5GB", help="a rank to a peer, a second (default: 5GB)"
+        "--network", type=_bytes, help="a rank to a peer, a second (default: as measured, or 5GB)"
     )
-    around.add_argument("--replicas", type=int, default=1, help="copies on other nodes (default: 1)")
+    around.add_argument(
+        "--loss-mtbf",
+        type=duration,
+        metavar="TIME",
+        help="of failures that take a state with all of its copies in memory, so that the job goes back to "
+        "storage, such as 30d (default: none)",
+    )
+    around.add_argument(
+        "--storage",
+        type=_bytes,
+        help="a rank to storage, and back, a second; with --loss-mtbf, --lost-nodes (default: as measured)",
+    )
+    around.add_argument(
+        "--lost-nodes",
+        type=_lost_nodes,
+        action="append",
+        default=[],
+        metavar="N:TIME",
+        help="N nodes are lost at once this often, beside other failures, such as 4:30d; may be repeated. "
+        "The number of replicas is then a part of the choice; needs --storage (default: none)",
+    )
+    around.add_argument(
+        "--nodes", type=int, help="of the job, with --lost-nodes (default: one for 8 GPUs of a described job)"
+    )
+    around.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="copies on other nodes (default: 1, or as a running job has; with --lost-nodes, what is best)",
+    )
+    around.add_argument(
+        "--skew",
+        type=float,
+        default=0.0,
+        help='of the tokens of a layer\'s experts, for "selected": 0 if all have as many, towards 1 if one '
+        "has all (normalized Herfindahl-Hirschman index; default: 0)",
+    )
     around.add_argument(
         "--restart",
         type=duration,
@@ -146,7 +212,7 @@ def _count(text: str) -> int:
     factor = _FACTORS.get(text[-1:], 1)
     try:
         return int(float(text[:-1] if factor > 1 else text) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4M") from None
 
 
@@ -155,6 +221,13 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _lost_nodes(text: str) -> tuple[int, float]:
+    nodes, _, every = text.partition(":")
+    if not nodes.isdecimal() or len(nodes) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not nodes and a time, such as 4:30d")
+    return int(nodes), duration(every)
 
 
 def _pixels(text: str) -> tuple[int, int]:
@@ -170,11 +243,16 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
     recorded = None if args.failures is None else _recorded(args.failures)
     if recorded is not None and args.mtbf is None:
         args.mtbf = recorded.mtbf_s
-    if args.mtbf is None:
+    if args.mtbf is None and args.model is not None:
         raise CommandError("pass --mtbf, or --failures")
+    if args.storage is not None and args.loss_mtbf is None and not args.lost_nodes:
+        raise CommandError(
+            "--storage needs --loss-mtbf or --lost-nodes: nothing else sends a job back to storage"
+        )
     try:
-        rank, conditions, now = _described(args) if args.job is None else _running(args)
-        advice = advise(rank, conditions, memory_bytes=args.memory)
+        rank, around, now = _described(args) if args.job is None else _running(args)
+        conditions, losses = around.conditions, around.losses
+        advice = advise(rank, conditions, memory_bytes=args.memory, losses=losses)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if advice.best is None:
@@ -182,60 +260,127 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
     rated = [("best", advice.best), *advice.others]
     if now is not None:
         rated.insert(0, ("now", now))
-    if advice.lossy is not None:
-        rated.append(("loses updates", advice.lossy))
-    played = {name: _played(outlook, conditions, recorded) for name, outlook in rated}
+    rated += [(_LOSES[outlook.choice.policy], outlook) for outlook in advice.lossy]
+    played = {name: _played(outlook, around, recorded) for name, outlook in rated}
     if args.picture is not None:
         mtbfs_s = mtbf_axis(conditions.mtbf_s)
-        curves = ettr_curves(rank, conditions, mtbfs_s, memory_bytes=args.memory)
+        curves = ettr_curves(rank, conditions, mtbfs_s, memory_bytes=args.memory, losses=losses)
         _draw(args.picture, args.picture_size, curves, mtbfs_s, mtbfs_s.index(conditions.mtbf_s))
     answer = {
         "iteration_s": conditions.iteration_s,
         "mtbf_s": conditions.mtbf_s,
         "rank_state_bytes": rank.dense_bytes,
-        "arguments": arguments(advice.best),
+        "assumed": _assumed(args),
+        "arguments": arguments(advice.best, rank),
+        "settings": settings(advice.best),
         "rejected": advice.rejected,
         "policies": [
-            {"name": name, **asdict(outlook), "recovery_s": outlook.recovery_s, "played_ettr": played[name]}
+            {
+                "name": name,
+                **asdict(outlook),
+                "recovery_s": outlook.recovery_s,
+                "loss_s": outlook.loss_s,
+                "played_ettr": played[name],
+            }
             for name, outlook in rated
         ],
     }
-    return CommandOutcome(answer, _text(advice, rated, rank, conditions, played))
+    text = _text(advice, rated, rank, around, played)
+    if assumed := _assumed(args):
+        text = f"Assumed: {assumed}.\n\n{text}"
+    return CommandOutcome(answer, text)
 
 
-def _described(args: argparse.Namespace) -> tuple[RankShape, Conditions, None]:
+def _assumed(args: argparse.Namespace) -> str:
+    """What was taken for the length of an iteration although nobody said it; "" if nothing."""
+    if args.model is None or args.iteration is not None:
+        return ""
+    tokens = f"{_TOKENS // 10**6}M tokens of an iteration (--tokens)" if args.tokens is None else ""
+    tflops = f"{_TFLOPS:g} TFLOPS of a GPU (--tflops)" if args.tflops is None else ""
+    return ", ".join(filter(None, (tokens, tflops)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What is around a job.
+
+    Attributes:
+        conditions: without losses of several nodes at once, and with the number of replicas that is given or
+            seen.
+        losses: of several nodes at once; None: there are none, and the number of replicas is not chosen.
+    """
+
+    conditions: Conditions
+    losses: NodeLosses | None = None
+
+    def with_replicas(self, replicas: int) -> Conditions:
+        """The conditions of a choice with so many."""
+        found = replace(self.conditions, replicas=replicas)
+        return found if self.losses is None else self.losses.conditions(found)
+
+
+def _described(args: argparse.Namespace) -> tuple[RankShape, _Around, None]:
     """Raises ValueError if the description contradicts itself."""
     if args.gpus is None:
         raise ValueError("--model needs --gpus")
     model = MODELS.get(args.model)
     if model is None:
         raise ValueError(f"no model {args.model!r}; there are {', '.join(sorted(MODELS))}")
-    if (args.iteration is None) == (args.tokens is None):
-        raise ValueError("pass either --iteration, or --tokens with --tflops")
+    if args.iteration is not None and (args.tokens is not None or args.tflops is not None):
+        raise ValueError("pass either --iteration, or --tokens and --tflops")
     iteration_s = args.iteration
     if iteration_s is None:
-        if args.tflops is None or args.tflops <= 0:
-            raise ValueError("--tokens needs --tflops, what a GPU reaches; above 0")
-        work = _FLOPS_PER_PARAMETER * model.active_parameters * args.tokens
-        iteration_s = work / (args.gpus * args.tflops * 1e12) if args.gpus > 0 else 0.0
+        tokens = _TOKENS if args.tokens is None else args.tokens
+        tflops = _TFLOPS if args.tflops is None else args.tflops
+        if not 0 < tflops < math.inf:
+            raise ValueError(f"--tflops is {tflops:g}; it must be above 0")
+        work = _FLOPS_PER_PARAMETER * model.active_parameters * tokens
+        iteration_s = work / (args.gpus * tflops * 1e12) if args.gpus > 0 else 0.0
     rank = rank_shape(model, Layout(args.gpus, args.stages, args.expert_ranks), PRECISIONS[args.precision])
-    return rank, _conditions(args, iteration_s, _LINK_BPS, _RESTART_S), None
+    known = Conditions(iteration_s, args.mtbf, _LINK_BPS, _NETWORK_BPS, restart_s=_RESTART_S)
+    nodes = math.ceil(args.gpus / _GPUS_OF_NODE)
+    return rank, _around(args, known, nodes=nodes), None
 
 
-def _conditions(
-    args: argparse.Namespace, iteration_s: float, link_Bps: float, restart_s: float
-) -> Conditions:
-    """What the user says counts, and then what is known."""
-    return Conditions(
-        iteration_s=iteration_s,
-        mtbf_s=args.mtbf,
-        link_Bps=args.link or link_Bps,
-        network_Bps=args.network,
-        replicas=args.replicas,
-        restart_s=restart_s if args.restart is None else args.restart,
+def _around(
+    args: argparse.Namespace, known: Conditions, *, nodes: int = 0, storage_Bps: float = 0.0
+) -> _Around:
+    """What the user says counts, and then what is known.
+
+    Args:
+        nodes: of the job; 0: not known.
+        storage_Bps: as measured; 0: it was not.
+    """
+    storage_Bps = args.storage or storage_Bps
+    if (args.loss_mtbf is not None or args.lost_nodes) and not storage_Bps:
+        option = "--loss-mtbf" if args.loss_mtbf is not None else "--lost-nodes"
+        raise ValueError(f"{option} needs --storage: the rate of storage was not measured")
+    lost = args.loss_mtbf is not None
+    conditions = replace(
+        known,
+        storage_Bps=storage_Bps if lost else 0.0,
+        loss_mtbf_s=args.loss_mtbf if lost else math.inf,
+        link_Bps=args.link or known.link_Bps,
+        network_Bps=args.network or known.network_Bps,
+        replicas=known.replicas if args.replicas is None else args.replicas,
+        restart_s=known.restart_s if args.restart is None else args.restart,
         drag=args.drag,
         alone=_alone(args),
+        skew=args.skew,
     )
+    return _Around(conditions, _losses(args, nodes, storage_Bps))
+
+
+def _losses(args: argparse.Namespace, nodes: int, storage_Bps: float) -> NodeLosses | None:
+    """Raises ValueError if the number of nodes is not known."""
+    if not args.lost_nodes:
+        if args.nodes is not None:
+            raise ValueError("--nodes is for --lost-nodes: nothing else depends on the number of nodes")
+        return None
+    if args.nodes is None and not nodes:
+        raise ValueError("--lost-nodes needs the --nodes of the job")
+    given = () if args.replicas is None else (args.replicas,)
+    return NodeLosses(nodes if args.nodes is None else args.nodes, tuple(args.lost_nodes), storage_Bps, given)
 
 
 def _alone(args: argparse.Namespace) -> float:
@@ -249,16 +394,34 @@ def _alone(args: argparse.Namespace) -> float:
     return float(args.micro_batches / (args.micro_batches + args.stages - 1))
 
 
-def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOutlook]:
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A rank of a job that runs, as this node's daemon sees it.
+
+    Attributes:
+        policy: of its snapshots; "" if it is not known.
+        put_Bps: of the daemon's transfers to peers; 0: there were none.
+        durable: its way to storage; None without a store.
+        replicas: that it has while no node is lost; 0: none.
+    """
+
+    session: m.SessionStatus
+    policy: str = ""
+    put_Bps: float = 0.0
+    durable: m.DurableRank | None = None
+    replicas: int = 0
+
+
+def _running(args: argparse.Namespace) -> tuple[RankShape, _Around, PolicyOutlook]:
     """The rank of a job on this node that has the most state, as it is seen for some seconds.
 
     Raises:
-        ValueError: it takes no snapshots, or no steps.
+        ValueError: it takes no snapshots, or no steps; or nothing was seen of what is not given.
     """
-    before = _session(args)
+    before = _look(args).session
     time.sleep(args.watch)
-    after = _session(args, before.rank)
-    metrics = after.metrics
+    look = _look(args, before.rank)
+    after, metrics = look.session, look.session.metrics
     steps = after.step - before.step
     if steps < _STEPS_MIN:
         raise ValueError(
@@ -266,35 +429,70 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOut
             "longer --watch"
         )
     # Each look finds a report that is up to a second old: the longer the watch, the less that counts.
-    iteration_s = args.watch / steps
+    step_s = args.watch / steps
     stall_s = metrics.get("stall_ms_sum", 0.0) / 1e3 / max(metrics.get("steps", 0.0), 1.0)
     window = max(1, int(metrics.get("window", 1)))
     snapshot = int(metrics.get("snapshot_bytes", 0))
     state = max(int(metrics.get("dense_bytes", 0)), snapshot)  # an image has a header, too
-    policy = _policy(args, after.rank)
-    partial = policy == PolicyKind.PARTIAL and window > 1
-    rank = (measured_partial_shape if partial else measured_shape)(state, snapshot, window)
-    link = metrics.get("capture_gb_per_s", 0.0) * 1e9 or _LINK_BPS
+    rank = measured_shape(state, snapshot, window)
+    num_experts = int(metrics.get("num_experts", 0))
+    if look.policy == PolicyKind.PARTIAL and window > 1:
+        rank = measured_partial_shape(state, snapshot, window, num_experts)
+        rank = replace(rank, selectable=after.world_size == 1)
     phases = phases_in_metrics(metrics)
-    restart_s = sum(phases.get(phase, 0.0) for phase in _RESTART) or _RESTART_S
-    conditions = _conditions(args, max(iteration_s - stall_s, iteration_s / 2), link, restart_s)
+    known = Conditions(
+        iteration_s=max(step_s - stall_s, step_s / 2),
+        mtbf_s=_seen_mtbf_s(after, step_s) if args.mtbf is None else args.mtbf,
+        link_Bps=metrics.get("capture_gb_per_s", 0.0) * 1e9 or _LINK_BPS,
+        network_Bps=look.put_Bps or _NETWORK_BPS,
+        replicas=look.replicas or 1,
+        restart_s=sum(phases.get(phase, 0.0) for phase in _RESTART) or _RESTART_S,
+    )
     taken = metrics.get("snapshots", 0.0) - before.metrics.get("snapshots", 0.0)
     every = round(steps / max(taken, 1.0))
-    if partial:
-        return rank, conditions, partial_outlook(rank, conditions, window, every)
-    if window == 1 and every > 1:
-        return rank, conditions, dense_outlook(rank, conditions, every)
-    kind: Literal["sliding", "aligned"] = "aligned" if policy == PolicyKind.ALIGNED else "sliding"
-    return rank, conditions, window_outlook(rank, conditions, kind, window)
+    # What a snapshot of any size costs: the measured stall but for what its copy is too long for.
+    too_long_s = max(0.0, snapshot / known.link_Bps - HIDDEN * known.iteration_s)
+    known = replace(known, top_s=max(known.top_s, stall_s * every - too_long_s))
+    stored = int(metrics.get("persist_experts", 0))
+    parts = turns_of(stored, num_experts, window) if stored else 0
+
+    def now(conditions: Conditions) -> PolicyOutlook:
+        if look.policy == PolicyKind.PARTIAL and window > 1:
+            return partial_outlook(rank, conditions, window, every, parts)
+        if window == 1 and every > 1:
+            return dense_outlook(rank, conditions, every)
+        kind: Literal["sliding", "aligned"] = "aligned" if look.policy == PolicyKind.ALIGNED else "sliding"
+        return window_outlook(rank, conditions, kind, window)
+
+    durable, measured_Bps = look.durable, 0.0
+    if durable is not None and durable.last_s > 0:
+        uploaded = now(replace(known, storage_Bps=1.0, loss_mtbf_s=1.0)).storage
+        assert uploaded is not None, "the conditions have storage"
+        measured_Bps = uploaded.upload_bytes / durable.last_s
+    around = _around(args, known, storage_Bps=measured_Bps)
+    conditions = around.with_replicas(known.replicas)
+    found = now(conditions)
+    if found.storage is not None and durable is not None:
+        found = persisting(found, conditions, max(durable.stride, found.storage.shortest))
+    return rank, around, found
 
 
-def _policy(args: argparse.Namespace, rank: int) -> str:
-    """Of the rank's snapshots; "" if it is not known."""
-    found = ask(args, m.GetSnapshots(args.job, args.run, rank), m.Snapshots).ranks
-    return found[0].policy if found else ""
+def _seen_mtbf_s(session: m.SessionStatus, step_s: float) -> float:
+    """The time of the run's iterations, for each of its starts but the first.
+
+    Raises:
+        ValueError: it was started once.
+    """
+    again = int(session.metrics.get("epoch", 0.0)) // DRAWN_EPOCHS - 1
+    if again < 1 or session.step < 1:
+        raise ValueError(
+            f"no failure of {session.job}/{session.run} was seen within {max(session.step, 0)} iterations: "
+            "pass --mtbf, or --failures"
+        )
+    return session.step * step_s / again
 
 
-def _session(args: argparse.Namespace, rank: int | None = None) -> m.SessionStatus:
+def _look(args: argparse.Namespace, rank: int | None = None) -> _Look:
     status = ask(args, m.GetStatus(), m.Status)
     found = [s for s in status.sessions if (s.job, s.run) == (args.job, args.run)]
     found = [s for s in found if rank is None or s.rank == rank]
@@ -302,7 +500,19 @@ def _session(args: argparse.Namespace, rank: int | None = None) -> m.SessionStat
         raise CommandError(
             f"no trainer of {args.job}/{args.run} is attached to this node's daemon", EXIT_REFUSED
         )
-    return max(found, key=lambda s: s.metrics.get("dense_bytes", 0.0))
+    session = max(found, key=lambda s: s.metrics.get("dense_bytes", 0.0))
+    slots = ask(args, m.GetSnapshots(args.job, args.run, session.rank), m.Snapshots).ranks
+    peers = ask(args, m.GetPeers(), m.Peers).ranks
+    sent_s = status.counters.get("replicated_ns", 0) / 1e9
+    ranks = status.durable.ranks if status.durable else ()
+    key = (session.job, session.run, session.rank)
+    return _Look(
+        session,
+        slots[0].policy if slots else "",
+        status.counters.get("replicated_bytes", 0) / sent_s if sent_s else 0.0,
+        next((each for each in ranks if (each.job, each.run, each.rank) == key), None),
+        max((e.wanted for e in peers if (e.job, e.run, e.rank, e.kind) == (*key, "snapshots")), default=0),
+    )
 
 
 def _recorded(path: Path) -> RecordedFailures:
@@ -312,16 +522,30 @@ def _recorded(path: Path) -> RecordedFailures:
         raise CommandError(f"--failures {path}: {error}") from error
 
 
-def _played(outlook: PolicyOutlook, conditions: Conditions, recorded: RecordedFailures | None) -> float:
+def _played(outlook: PolicyOutlook, around: _Around, recorded: RecordedFailures | None) -> float:
     """Of the run that was recorded, or the mean of runs of twelve hours."""
+    base, conditions = around.conditions, around.with_replicas(outlook.choice.replicas)
+    length_s = recorded.length_s if recorded else min(_PLAYED_S, _PLAYED_FAILURES * conditions.mtbf_s)
+    losses = None
+    if conditions.storage_Bps:
+        losses = [failures_at_random(conditions.loss_mtbf_s, length_s, _SEEDS + n) for n in range(_SEEDS)]
     if recorded is not None:
-        return play(outlook, conditions.iteration_s, recorded.failures_s, recorded.length_s).ettr
-    drawn = (failures_at_random(conditions.mtbf_s, _PLAYED_S, seed) for seed in range(_SEEDS))
-    return mean_ettr(outlook, conditions.iteration_s, drawn, _PLAYED_S)
+        # Losses of several nodes that leave a copy of each state come beside what was recorded.
+        survived = 1 / conditions.mtbf_s - 1 / base.mtbf_s
+        more_s = 1 / survived if survived * length_s > 1e-9 else math.inf
+        drawn: list[Iterable[float]] = [
+            heapq.merge(recorded.failures_s, failures_at_random(more_s, length_s, 2 * _SEEDS + n))
+            for n in range(_SEEDS)
+        ]
+    else:
+        drawn = [failures_at_random(conditions.mtbf_s, length_s, seed) for seed in range(_SEEDS)]
+    return mean_ettr(outlook, conditions.iteration_s, drawn, length_s, losses)
 
 
 def failures_at_random(mtbf_s: float, length_s: float, seed: int) -> Iterator[float]:
     """Seconds from the start at which failures come, independent of each other."""
+    if math.isinf(mtbf_s):
+        return
     rng = random.Random(seed)
     now_s = rng.expovariate(1 / mtbf_s)
     while now_s < length_s:
@@ -337,6 +561,7 @@ _STYLES: Mapping[str, tuple[Any, str, str]] = {
     "dense, CheckFreq's interval": (":", "D", "#7b2cbf"),
     "dense, Gemini's interval": (":", "v", "#444444"),
     "partial": ("--", "x", "#c1121f"),
+    "selected": ("--", "+", "#d17b0f"),
 }
 _DPI = 100
 _TICKS_S = {
@@ -422,11 +647,12 @@ def _text(
     advice: Advice,
     rated: Sequence[tuple[str, PolicyOutlook]],
     rank: RankShape,
-    conditions: Conditions,
+    around: _Around,
     played: Mapping[str, float],
 ) -> str:
-    best = advice.best
+    best, conditions = advice.best, around.conditions
     assert best is not None
+    stores = any(outlook.storage for _, outlook in rated)
     header = [
         "policy",
         "choice",
@@ -436,9 +662,11 @@ def _text(
         "failure s",
         "snapshot",
         "memory",
+        "replicas",
         "to peers /s",
+        *(["loss s", "stored every", "stored"] if stores else []),
     ]
-    rows = [_row(name, outlook, played[name]) for name, outlook in rated]
+    rows = [_row(name, outlook, played[name])[: len(header)] for name, outlook in rated]
     failure = (
         f"A failure costs {best.recovery_s:.3g} s: {best.lost_s:.3g} s of iterations that are lost, "
         f"{best.restart_s:.3g} s until all ranks run, {best.load_s:.3g} s to load, "
@@ -447,34 +675,102 @@ def _text(
     loses = ""
     if advice.others:
         _, second = advice.others[0]
-        loses = f" The next best ({second.choice}) loses {100 * (best.ettr - second.ettr):.2f} points."
+        named = f"{second.choice}{_replicas(second.choice, around)}"
+        loses = f" The next best ({named}) loses {_points(best, second)}."
+    losses = ""
+    if conditions.storage_Bps:
+        losses = f", and one that takes all copies in memory every {format_age(conditions.loss_mtbf_s)}"
+    if around.losses is not None:
+        together = (f"{n} every {format_age(s)}" for n, s in around.losses.together)
+        losses += f", losses of several of {around.losses.nodes} nodes at once: {', '.join(together)}"
     job = (
         f"{format_bytes(rank.dense_bytes)} of state on each rank, iterations of "
-        f"{conditions.iteration_s:.3g} s, a failure every {format_age(conditions.mtbf_s)}"
+        f"{conditions.iteration_s:.3g} s, a failure every {format_age(conditions.mtbf_s)}{losses}"
     )
     name, now = rated[0]
     far = ""
     if name == "now" and best.ettr - now.ettr > _FAR:
         far = f"The job's settings ({now.choice}) lose {100 * (best.ettr - now.ettr):.1f} points of its time."
-    lossy = ""
-    if (lost := advice.lossy) is not None:
-        lossy = (
-            f"{lost.choice} is not exact: failures lose {lost.lost_share:.2%} of all experts' updates, if "
-            f"tokens are even. To take it all the same, pass {arguments(lost)}"
-        )
+    lossy = [
+        f"{lost.choice}{_replicas(lost.choice, around)} is not exact: failures lose {lost.lost_share:.2%} of "
+        f"all experts' updates{_tokens(lost, conditions)}. To take it all the same, "
+        f"{_how_to_take(lost, rank)}"
+        for lost in advice.lossy
+    ]
     parts = [
         job,
         format_table(header, rows),
         failure + loses,
+        *([_loss_text(best, best.storage)] if best.storage else []),
+        *([_replicas_text(advice, best, around.losses)] if around.losses else []),
         *([far] if far else []),
         *([f"Left out: {advice.rejected}."] if advice.rejected else []),
-        *([lossy] if lossy else []),
-        f"All {'others ' if lossy else 'of these '}are exact. Pass:\n    {arguments(best)}",
+        *lossy,
+        f"All {'others ' if lossy else 'of these '}are exact. For the best, {_how_to_take(best, rank)}",
     ]
     return "\n\n".join(parts)
 
 
+def _tokens(lost: PolicyOutlook, conditions: Conditions) -> str:
+    """What the tokens of a layer's experts are taken to be."""
+    if lost.choice.policy == "selected" and conditions.skew:
+        return f", with a skew of {conditions.skew:g}"
+    return ", if tokens are even"
+
+
+def _replicas(choice: Choice, around: _Around) -> str:
+    """Such as ``, 2 replicas``; "" where all choices have as many."""
+    several = around.losses is not None and len(around.losses.candidates) > 1
+    return f", {choice.replicas_text}" if several else ""
+
+
+def _points(best: PolicyOutlook, other: PolicyOutlook) -> str:
+    """What another choice loses. It may be better by less than `EQUAL_ETTR`, and not as simple."""
+    return f"{100 * max(0.0, best.ettr - other.ettr):.2f} points"
+
+
+def _replicas_text(advice: Advice, best: PolicyOutlook, losses: NodeLosses) -> str:
+    """What the best number of replicas survives, and what others lose."""
+    chances = (
+        f"{100 * chance_of_loss(losses.nodes, lost, best.choice.replicas):.2g}% if {lost} nodes are lost"
+        for lost, _ in losses.together
+    )
+    # They are sorted: the first one with a number is the best with it.
+    found = {each.choice.replicas: each for _, each in reversed((("", best), *advice.others))}
+    lose = (
+        f"; the best with {each.choice.replicas_text} ({each.choice}) loses {_points(best, each)}"
+        for number, each in sorted(found.items())
+        if number != best.choice.replicas
+    )
+    return (
+        f"With {best.choice.replicas_text}, a state loses all of its copies with a probability of "
+        f"{', '.join(chances)}{''.join(lose)}."
+    )
+
+
+def _loss_text(best: PolicyOutlook, stored: StorageOutlook) -> str:
+    return (
+        f"A failure that takes all copies in memory costs {best.loss_s:.3g} s: {stored.lost_s:.3g} s that "
+        f"are lost, {best.restart_s:.3g} s until all ranks run, {stored.load_s:.3g} s to load from storage, "
+        f"{stored.replay_s:.3g} s of replay. An upload takes {stored.upload_s:.3g} s, so durable checkpoints "
+        f"may be {stored.shortest} iterations apart."
+    )
+
+
+def _how_to_take(outlook: PolicyOutlook, rank: RankShape) -> str:
+    """What to pass to the trainer, and to set for the daemons."""
+    text = f"pass\n    {arguments(outlook, rank)}"
+    if outlook.choice.parts and not rank.num_experts:
+        share = f"{outlook.choice.parts} / {outlook.choice.window}"
+        text += f"\nwith PartialOptions(persist_experts=) of {share} of a layer's experts"
+    if found := settings(outlook):
+        values = " ".join(f"CKPTD_{name.upper()}={value}" for name, value in found.items())
+        text += f"\nand start the daemons with\n    {values}"
+    return text
+
+
 def _row(name: str, outlook: PolicyOutlook, played: float) -> list[Any]:
+    stored = outlook.storage
     return [
         name,
         str(outlook.choice) + (" (behind)" if outlook.behind else ""),
@@ -484,5 +780,11 @@ def _row(name: str, outlook: PolicyOutlook, played: float) -> list[Any]:
         f"{outlook.recovery_s:.3g}",
         format_bytes(outlook.snapshot_bytes),
         format_bytes(outlook.memory_bytes),
+        str(outlook.choice.replicas),
         format_bytes(round(outlook.replication_Bps)),
+        *(
+            [f"{outlook.loss_s:.3g}", str(stored.every), format_bytes(stored.upload_bytes)]
+            if stored
+            else ["-"] * 3
+        ),
     ]

@@ -68,9 +68,11 @@ def add_checkpoints_commands(commands: Commands) -> None:
     add_store_options(where, "a URL or folder (default: as configured)")
     actions = commands.of(commands.add("checkpoints", None, text), "ACTION", where)
 
-    def add(name: str, function: _StoreCommand, text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, function: _StoreCommand, text: str, *, changes: bool = False
+    ) -> argparse.ArgumentParser:
         def run(args: argparse.Namespace) -> CommandOutcome:
-            place, config = configured_place(args)
+            place, config = configured_place(args, changes=changes)
             with opened(place, args.timeout) as store:
                 return function(store, args, config)
 
@@ -87,9 +89,10 @@ def add_checkpoints_commands(commands: Commands) -> None:
     _add_checkpoint(verify, nargs="?")
     verify.add_argument("--all", action="store_true", help="verify all checkpoints of the run")
     _add_fast(verify)
-    _add_checkpoint(add("pin", _pin, "pin a checkpoint: retention does not delete it"))
-    _add_checkpoint(add("unpin", _unpin, "remove the pin of a checkpoint"))
-    rm = add("rm", _rm, "remove a checkpoint and the objects that no other checkpoint needs")
+    _add_checkpoint(add("pin", _pin, "pin a checkpoint: retention does not delete it", changes=True))
+    _add_checkpoint(add("unpin", _unpin, "remove the pin of a checkpoint", changes=True))
+    text = "remove a checkpoint and the objects that no other checkpoint needs"
+    rm = add("rm", _rm, text, changes=True)
     _add_checkpoint(rm)
     rm.add_argument(
         "--force",
@@ -98,7 +101,7 @@ def add_checkpoints_commands(commands: Commands) -> None:
     )
     _add_grace(rm)
     text = "delete the checkpoints that retention does not keep, and unreferenced objects"
-    _add_policy(add("gc", _gc, text))
+    _add_policy(add("gc", _gc, text, changes=True))
 
     text = "verify every checkpoint in a store; needs no daemon"
     verify = commands.add("verify", _verify_store, text, timeout_s=STORE_TIMEOUT_S)

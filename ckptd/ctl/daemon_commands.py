@@ -108,6 +108,9 @@ def _iterations(args: argparse.Namespace) -> CommandOutcome:
         if job is None or run is None:
             job, run = choose_run(client, args)
     found = saved_iterations(job, run, daemon=endpoint_of(args), verify_iterations=args.verify_iterations)
+    if not found:
+        with connected(args) as client:
+            check_known(client, args)
     text = _iterations_text(found) if found else f"no iteration of {job}/{run} is saved on all ranks"
     return CommandOutcome(found, text, 0 if found else EXIT_FAILED)
 
@@ -198,9 +201,11 @@ def status_text(answer: m.Status) -> str:
         f"{format_bytes(answer.rss_shmem_bytes)} segment pages mapped (shared)\n"
         f"sealing   {answer.seal_queue} waiting{_digest_rate(answer.counters)}"
     )
-    parts = [_sessions(answer.sessions), *_phases(answer.sessions), _segments(answer.segments)]
+    parts = [_sessions(answer.sessions), *_phases(answer.sessions), *_losses(answer.sessions)]
+    parts.append(_segments(answer.segments))
     if answer.users:
         parts.append(_users(answer.users))
+    parts += _audits(answer.audits)
     if answer.durable is not None:
         parts.append(_durable(answer.durable))
     interesting = sorted((k, v) for k, v in answer.counters.items() if not k.startswith("event."))
@@ -250,6 +255,32 @@ def _phases(sessions: Sequence[m.SessionStatus]) -> list[str]:
             whole = sum(phases.values())
             who = f"{session.job}/{session.run} rank {session.rank}"
             lines.append(f"start     {who}: {whole:.3f} s: {describe_phases(phases)}")
+    return ["\n".join(lines)] if lines else []
+
+
+def _audits(audits: Sequence[m.RunAudit]) -> list[str]:
+    """One line per run of which steps were audited."""
+    lines = []
+    for one in audits:
+        newest = f", up to iteration {one.newest}" if one.newest >= 0 else ""
+        failed = f", {one.failed} FAILED, up to iteration {one.newest_failed}" if one.failed else ""
+        lines.append(
+            f"audits    {one.job}/{one.run}: {one.passed} passed{newest}{failed}; the last one "
+            f"{format_age(one.ago_s)} ago: {one.verdict}"
+        )
+    return ["\n".join(lines)] if lines else []
+
+
+def _losses(sessions: Sequence[m.SessionStatus]) -> list[str]:
+    """One line per trainer with partial snapshots that has lost updates of experts."""
+    lines = []
+    for session in sessions:
+        if plt := session.metrics.get("lost_tokens_share", 0.0):
+            tokens, experts = (int(session.metrics.get(n, 0)) for n in ("lost_tokens", "older_experts"))
+            lines.append(
+                f"lost      {session.job}/{session.run} rank {session.rank}: PLT {plt:.4%} in all "
+                f"recoveries; by the last one updates by {tokens} tokens of {experts} experts of this rank"
+            )
     return ["\n".join(lines)] if lines else []
 
 
@@ -382,7 +413,7 @@ def _slot(slot: m.SlotInfo, rank: m.RankSnapshots) -> tuple[object, ...]:
         format_bytes(slot.image_len),
         count if known else "-",
         rank.num_operators - count if known and rank.policy != _LOSSY else "-",
-        slot.state,
+        f"{slot.state}, audited" if slot.audited else slot.state,
         "-",
         "-",
         slot.generation,

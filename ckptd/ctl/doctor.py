@@ -23,17 +23,20 @@ from ckptd.config.runtime_dir import UnusableFolder, group_number
 from ckptd.config.settings import DaemonConfig
 from ckptd.ctl.command import EXIT_FAILED, CommandOutcome, Commands, settings_of
 from ckptd.errors import DaemonUnavailable
-from ckptd.launch import answers
+from ckptd.launch import answers, connect
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.node.node_limits import physical_memory, quota_bytes
 from ckptd.transport.access.local_trust import own_users, user_name
+from ckptd.transport.messages import GetStatus, Status
 from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
+from ckptd.transport.wire import RefusedError, WireError
 from ckptd.units import format_bytes
 
 __all__ = ["Grade", "add_doctor_command", "run_doctor"]
 
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
+_ANSWER_S = 5.0
 # What an elastic job waits for after the loss of a node: torch's defaults, and what makes that short.
 _RENDEZVOUS = {"last_call_timeout": 30, "keep_alive_interval": 5, "keep_alive_max_attempt": 3}
 _QUICK_RENDEZVOUS = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
@@ -124,11 +127,22 @@ def check_daemon(endpoint: str) -> Diagnosis:
     except DaemonUnavailable as error:
         return _fail(error.message, error.hint)
     if running:
-        return _ok(f"answers on {endpoint}")
+        return _ok(f"answers on {endpoint}{_of_the_running(endpoint)}")
     return _warn(
         f"no daemon answers on {endpoint}",
         'start `ckptd run` (or its systemd unit); with daemon="auto" a trainer starts its own',
     )
+
+
+def _of_the_running(endpoint: str) -> str:
+    """What the other checks do not show: they are about the settings of this command, which may differ."""
+    try:
+        with connect(endpoint, _ANSWER_S) as client:
+            status = client.ask(GetStatus(), Status)
+    except (DaemonUnavailable, RefusedError, WireError) as error:
+        return f", but does not say what it has: {error}"
+    used, quota = format_bytes(status.used_bytes), format_bytes(status.quota_bytes)
+    return f"; it has {used} of {quota} in {status.segment_dir}"
 
 
 def check_settings(warnings: Sequence[str]) -> Diagnosis:

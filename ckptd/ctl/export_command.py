@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptd.config.settings import parse_bytes
 from ckptd.core.export_plan import ExportError, named_ranks
 from ckptd.ctl.command import (
+    CommandError,
     CommandOutcome,
     Commands,
     ProgressBar,
@@ -83,6 +84,12 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the trainer's parameter names (with 'module.' under DistributedDataParallel)",
     )
+    parser.add_argument(
+        "--older-experts",
+        action="store_true",
+        help="take the experts that a partial snapshot lacks from older ones; the metadata says which "
+        "(safetensors, hf)",
+    )
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--segment-dir", help="read segments from this folder; needs no daemon")
 
@@ -128,6 +135,11 @@ def _size(text: str) -> int:
 def _export(args: argparse.Namespace) -> CommandOutcome:
     if args.config and args.format != "hf":
         raise ExportError("--config needs --format hf: no other format contains a configuration")
+    if args.older_experts and args.format == "dcp":
+        raise ExportError(
+            "--older-experts needs --format safetensors or hf: the metadata of a dcp cannot say which "
+            "tensors are older"
+        )
     with _source(args) as source:
         report = _write(args, source)
     return CommandOutcome(report, _export_text(report))
@@ -144,15 +156,19 @@ def _source(args: argparse.Namespace) -> Iterator[TensorSource]:
             return _whereabouts(args, job, run, iteration)
 
         known = nobody_knows if args.segment_dir else whereabouts
-        with open_slot(Path(folder), args.iteration, **which, whereabouts=known) as slot:
-            yield slot
+        slot = open_slot(
+            Path(folder), args.iteration, **which, whereabouts=known, older_experts=args.older_experts
+        )
+        with slot as source:
+            yield source
         return
     if args.job is None or args.run is None:
-        raise ExportError("pass --job and --run: a store may hold many of them")
-    place, _ = configured_place(args)
+        raise CommandError("pass --job and --run: a store may hold many of them")
+    place, _ = configured_place(args, changes=False)
+    which = {"rank": args.rank, "older_experts": args.older_experts}
     with (
         opened(place, args.timeout) as store,
-        open_stored(store.store, place.shown, args.job, args.run, args.iteration, rank=args.rank) as stored,
+        open_stored(store.store, place.shown, args.job, args.run, args.iteration, **which) as stored,
     ):
         yield stored
 
@@ -237,7 +253,7 @@ def _import(args: argparse.Namespace) -> CommandOutcome:
         elif args.job is None or args.run is None:
             raise ExportError("name the JOB and the RUN that start from the model, or a folder with --to")
         else:
-            place, _ = configured_place(args)
+            place, _ = configured_place(args, changes=True)
             with opened(place, args.timeout) as store:
                 name = (args.job, args.run)
                 report = import_to_store(

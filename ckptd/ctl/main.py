@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from pkgutil import resolve_name
+from typing import NoReturn
 
 import msgspec
 
@@ -54,6 +56,7 @@ _ADDED_BY = {
     "ckptd.ctl.doctor:add_doctor_command": ("doctor",),
     "ckptd.ctl.export_command:add_export_commands": ("export", "import"),
     "ckptd.ctl.peers_command:add_peers_commands": ("peers", "whatif", "drill"),
+    "ckptd.ctl.audit.audit_command:add_audit_command": ("audit",),
     "ckptd.ctl.main:add_elastic_commands": ("elastic",),
     "ckptd.ctl.keys_command:add_keys_commands": ("keys",),
     "ckptd.ctl.advise_command:add_advise_command": ("advise",),
@@ -76,6 +79,19 @@ _EXIT_STATUS: dict[type[Exception], int] = {
     SigningError: EXIT_USAGE,
     ElasticError: EXIT_FAILED,
 }
+
+
+class _WrongUsage(Exception):
+    """The arguments do not fit; by the parser of which command."""
+
+    def __init__(self, parser: argparse.ArgumentParser, text: str) -> None:
+        super().__init__(text)
+        self.parser = parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _WrongUsage(self, message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,14 +122,25 @@ def _fail(args: argparse.Namespace, status: int, message: str) -> int:
     message = for_terminal(message)
     print(f"ckptctl: {message}", file=sys.stderr)
     if args.json:
-        print(for_json(msgspec.json.encode({"error": message, "exit_status": status}).decode()))
+        _print_error(status, message)
     return status
+
+
+def _print_error(status: int, message: str) -> None:
+    print(for_json(msgspec.json.encode({"error": message, "exit_status": status}).decode()))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; exits with a message if they are wrong."""
     words = sys.argv[1:] if argv is None else argv
-    args = command_parser(_command_in(words)).parse_args(words)
+    try:
+        args = command_parser(_command_in(words)).parse_args(words)
+    except _WrongUsage as wrong:
+        message = for_terminal(str(wrong))
+        if "--json" in takewhile(lambda word: word != "--", words):
+            _print_error(EXIT_USAGE, message)
+        wrong.parser.print_usage(sys.stderr)
+        wrong.parser.exit(EXIT_USAGE, f"{wrong.parser.prog}: error: {message}\n")
     if args.timeout is None:
         args.timeout = args.default_timeout_s
     return args
@@ -136,7 +163,7 @@ def command_parser(only: str = "") -> argparse.ArgumentParser:
     Args:
         only: a command; those that other modules add than its own are left out, and are not imported.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ckptctl",
         description="Inspect a node's daemon, its snapshots, and the checkpoints in object storage.",
         parents=[_global_options(before=True)],

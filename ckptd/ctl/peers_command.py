@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ckptd.core.export_plan import ranges
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan
 from ckptd.core.recovery.held import STORE_NODE, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized
@@ -243,8 +244,17 @@ def _peers_text(answer: m.Peers) -> str:
         }
         for r in answer.replicas
     ]
+    compared = [
+        {
+            "compares": f"{c.job}/{c.run} ranks {ranges(c.ranks)}",
+            "up to": _iteration(c.iteration),
+            "differ": _differing(c),
+            "diverged": ", ".join(c.diverged) or "-",
+        }
+        for c in answer.compared
+    ]
     parts = [head, records(peers) if peers else "no peers known: trainers report them when they attach"]
-    parts += [records(rows) for rows in (targets, replicas) if rows]
+    parts += [records(rows) for rows in (targets, replicas, compared) if rows]
     if answer.counters:
         moved = ", ".join(f"{name} {value}" for name, value in sorted(answer.counters.items()))
         parts.append(f"counters  {moved}")
@@ -314,6 +324,12 @@ def _drill_text(answer: m.DrillReport) -> str:
 def _whose(of: m.ReplicationStatus | m.HostedReplica) -> str:
     """Job, run and rank for a table; "log" marks a boundary log."""
     return f"{of.job}/{of.run} rank {of.rank}" + (" log" if of.kind == "log" else "")
+
+
+def _differing(of: m.ComparedRanks) -> str:
+    """The tensors that ranks do not hold alike."""
+    more = of.num_differing - len(of.differing)
+    return ", ".join(of.differing) + (f" and {more} more" if more else "") or "-"
 
 
 def _iteration(number: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import secrets
 import sys
 import time
@@ -11,13 +10,12 @@ from pathlib import Path
 
 from ckptd.ctl.command import CommandError, CommandOutcome, Commands, connected, show
 from ckptd.dash.dash_poll import DaemonPoll
-from ckptd.dash.dash_server import DashServer, is_loopback
+from ckptd.dash.dash_server import DashServer, is_loopback, read_token
 from ckptd.dash.top_screen import screen_text, watch
 
 __all__ = ["add_view_commands"]
 
 _VIEW_S = 1.0
-_TOKEN = r"[A-Za-z0-9_-]{16,}"
 
 
 def add_view_commands(commands: Commands) -> None:
@@ -78,9 +76,6 @@ def _token(args: argparse.Namespace) -> str:
     if args.token_file is None:
         return "" if is_loopback(args.address) else secrets.token_urlsafe(24)
     try:
-        token: str = args.token_file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{args.token_file} cannot be read: {error}") from error
-    if not re.fullmatch(_TOKEN, token):
-        raise CommandError(f"{args.token_file} must hold at least 16 letters, digits, - or _")
-    return token
+        return read_token(args.token_file)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"the token cannot be read: {error}") from error

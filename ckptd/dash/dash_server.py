@@ -27,9 +27,10 @@ import msgspec
 from ckptd.dash.dash_view import DashView
 from ckptd.dash.http_server import HttpServer, Page, Site, listener_at
 
-__all__ = ["DashServer", "dash_site", "is_loopback", "page_url", "view_page"]
+__all__ = ["DashServer", "dash_site", "is_loopback", "page_url", "read_token", "view_page"]
 
 _CONNECTIONS = 32
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,}")
 
 
 def is_loopback(address: str) -> bool:
@@ -85,6 +86,19 @@ def dash_site(listener: socket.socket, view: Callable[[], Awaitable[Page]], toke
         return None
 
     return Site(listener, {"/": _static_page, "/view.json": view}, refuse)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds none.
+    """
+    token = path.read_text(encoding="ascii", errors="replace").strip()
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"{path} holds no token: at least 16 letters, digits, - or _ are expected")
+    return token
 
 
 def page_url(listener: socket.socket, token: str = "") -> str:

@@ -17,6 +17,8 @@ import socket
 import stat
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from functools import cached_property
@@ -82,6 +84,8 @@ class HttpServer:
         connections: open at a time, at most.
     Attributes:
         open: the number of open connections.
+    Raises:
+        OSError: there are too few file descriptors.
     """
 
     def __init__(self, name: str, sites: Sequence[Site], *, connections: int = _CONNECTIONS) -> None:
@@ -89,8 +93,10 @@ class HttpServer:
         self._writers: dict[asyncio.StreamWriter, asyncio.Task[object]] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
+        self._serving: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._serving.result()
 
     @property
     def open(self) -> int:
@@ -98,7 +104,8 @@ class HttpServer:
 
     def close(self) -> None:
         """Stop listening; requests in progress end without an answer."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
+        with suppress(RuntimeError):  # the thread has ended, and has closed the loop
+            self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(1.0)
         for site in self._sites:
             close_listener(site.listener)
@@ -106,18 +113,23 @@ class HttpServer:
     # -- on the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:  # for the thread that waits for the start
+            if self._serving.done():
+                raise
+            self._serving.set_exception(error)
 
     async def _serve(self) -> None:
         servers = [await self._open_site(site) for site in self._sites]
+        self._serving.set_result(None)
         await self._stopped.wait()
         for server in servers:
             server.close()
-        # Tasks that are cancelled instead would each be logged with a traceback (Python 3.11).
         tasks = list(self._writers.values())
-        for writer in self._writers:
-            writer.transport.abort()
+        for task in tasks:
+            task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_END_S)
 
@@ -135,14 +147,14 @@ class HttpServer:
         assert task is not None
         self._writers[writer] = task
         if len(self._writers) > self._connections:
-            oldest = next(iter(self._writers))
-            del self._writers[oldest]
-            oldest.transport.abort()
+            self._writers.pop(next(iter(self._writers))).cancel()
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 await _answer(site, reader, writer)
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             logger.debug("a request was not answered: %r", error)
+        except asyncio.CancelledError:  # by this server; Python 3.11 logs a traceback of each that leaves
+            logger.debug("a request has ended without an answer")
         finally:
             self._writers.pop(writer, None)
             writer.transport.abort()

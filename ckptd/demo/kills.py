@@ -24,7 +24,7 @@ import torch
 
 from ckptd.core.recovery.recovery_phases import describe_phases, phases_in_metrics
 from ckptd.demo.lab import DemoDaemon, Event, ProcessDied, Trainer, daemon_folders
-from ckptd.demo.model import PRECISIONS, native_precision
+from ckptd.demo.model import PRECISIONS, MoEConfig, native_precision
 from ckptd.demo.report import (
     Kill,
     differing_tensors,
@@ -36,12 +36,14 @@ from ckptd.demo.report import (
     step_time_ms,
     table,
 )
+from ckptd.demo.train import build_model
 
 __all__ = [
     "BASE_INIT_SEED",
     "RUN_TIMEOUT_S",
     "PlannedKill",
     "ProgressLines",
+    "choose_batch_size",
     "plan_kills",
     "run",
     "run_to_end",
@@ -50,6 +52,11 @@ __all__ = [
 RUN_TIMEOUT_S = 900.0
 PROGRESS_EVERY = 20
 BASE_INIT_SEED = 1234
+# The first one with which forward and backward last at most so long; else the last one. The two runs do
+# some 480 iterations, recoveries included, and shall take less than five minutes.
+_BATCH_SIZES = (12, 6, 3)
+_PASS_S = 0.45
+_TRIED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,36 @@ def plan_kills(rng: random.Random, *, steps: int, window: int, count: int) -> li
         plan.append(PlannedKill(victim, step, delay_s))
     plan.append(PlannedKill("trainer", plan[-1].step, rng.random() * 0.2, during_replay=True))
     return plan
+
+
+def choose_batch_size(pass_s: float) -> tuple[int, float]:
+    """The batch size with which a slow machine is done in minutes, too, and the seconds of its pass.
+
+    Args:
+        pass_s: seconds of forward and backward with a batch of six.
+    """
+    fits = (size for size in _BATCH_SIZES if pass_s * size / _TRIED <= _PASS_S)
+    batch_size = next(fits, _BATCH_SIZES[-1])
+    return batch_size, pass_s * batch_size / _TRIED
+
+
+def _measure_pass_s(precision: str) -> float:
+    """The quickest of some times forward and backward, the kernels made, with as many threads as now."""
+    model, _ = build_model(0, precision)
+    config = MoEConfig()
+    tokens_BT = torch.randint(config.vocab_size, (_TRIED, config.context))
+    each_s: list[float] = []
+    while len(each_s) < 2 or (len(each_s) < 5 and sum(each_s) < 2):
+        begun = time.perf_counter()
+        model(tokens_BT, tokens_BT).backward()
+        each_s.append(time.perf_counter() - begun)
+    return min(each_s)
+
+
+def _describe(precision: str) -> str:
+    """The precision, and why it is not the usual one."""
+    forced = precision == "fp32" and native_precision() == "fp32"
+    return PRECISIONS[precision] + (", since this CPU does not multiply bf16" if forced else "")
 
 
 class ProgressLines:
@@ -323,7 +360,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=5, help="random kills of the trainer")
     parser.add_argument("--seed", type=int, default=None, help="seed of the kills; default: random")
     parser.add_argument("--window", type=int, default=4, help="snapshots per window")
-    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, help="default: what this machine can do in five minutes")
     parser.add_argument(
         "--precision", choices=list(PRECISIONS), default=native_precision(), help="default: what the CPU has"
     )
@@ -337,13 +374,19 @@ def main() -> int:
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
     plan = plan_kills(random.Random(seed), steps=args.steps, window=args.window, count=args.kills)
     threads = min(4, len(os.sched_getaffinity(0)))
-    common = ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]
+    batch_size, expected = args.batch_size, ""
+    if batch_size is None:
+        torch.set_num_threads(threads)
+        batch_size, pass_s = choose_batch_size(_measure_pass_s(args.precision))
+        expected = f", about {pass_s * 2 * args.steps / 60 + 1:.0f} minutes"
+    common = ["--steps", str(args.steps), "--batch-size", str(batch_size)]
     common += ["--window", str(args.window), "--threads", str(threads), "--precision", args.precision]
     progress = ProgressLines()
     print(
-        f"A byte-level MoE transformer (3.8 M parameters, top-2 of 8 experts, {PRECISIONS[args.precision]},"
-        f" dropout)\nlearns the Python standard library; {threads} threads, kills from seed {seed}"
-        f" (repeat them with --seed {seed}).\n"
+        f"A byte-level MoE transformer (3.8 M parameters, top-2 of 8 experts, {_describe(args.precision)},"
+        f" dropout)\nlearns the Python standard library twice, {args.steps} iterations each;"
+        f" batches of {batch_size}, {threads} threads{expected}."
+        f"\nKills from seed {seed} (repeat them with --seed {seed}).\n"
     )
     with tempfile.TemporaryDirectory(prefix="ckptd-demo-") as scratch:
         folder = Path(scratch)

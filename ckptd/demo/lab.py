@@ -31,6 +31,7 @@ __all__ = [
     "ProcessDied",
     "Trainer",
     "daemon_folders",
+    "in_shared_environment",
     "read_events",
 ]
 
@@ -68,6 +69,16 @@ def read_events(path: Path) -> list[Event]:
         except json.JSONDecodeError:
             continue  # the torn line of a killed process, ended by its successor
     return events
+
+
+def in_shared_environment() -> None:
+    """Start this program again with the settings for shared cores, unless it has some.
+
+    They must be there when a process starts: what is measured here is then what its trainers take.
+    """
+    missing = {name: value for name, value in SHARED_CORES.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 
 def _environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 __all__ = ["PRECISIONS", "MoEConfig", "MoETransformer", "native_precision"]
 
-PRECISIONS = {"bf16": "bf16 with fp32 masters", "fp32": "fp32, since this CPU does not multiply bf16"}
+PRECISIONS = {"bf16": "bf16 with fp32 masters", "fp32": "fp32"}
 # In /proc/cpuinfo: AVX-512 and AMX on x86-64, Neon and SVE on arm64.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
@@ -41,12 +41,17 @@ class MoEConfig:
 
 
 def native_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """``"bf16"`` if the CPU multiplies it; elsewhere that is emulated, and takes ten times as long."""
+    """``"bf16"`` if the CPU multiplies it, and oneDNN may use that (``ONEDNN_MAX_CPU_ISA`` can forbid it).
+
+    Elsewhere bf16 is emulated, and takes ten times as long.
+    """
     try:
         text = cpuinfo.read_text()
     except OSError:
         return "fp32"
-    return "bf16" if _BF16_FLAGS.intersection(text.split()) else "fp32"
+    built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    native = built and _BF16_FLAGS.intersection(text.split())
+    return "bf16" if native and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
 class Expert(nn.Module):

@@ -7,6 +7,7 @@ complete and synced, or not at all.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckptd.core.export_plan import ExportError, ExportPlan, Whole, plan_export
+from ckptd.core.export_plan import ExportError, ExportPlan, Whole, plan_export, split_rows
 from ckptd.export.source import Origin, TensorSource
 from ckptd.private_files import sync_folder
 from ckptd.storage.image_format import TensorEntry, render_header
@@ -26,6 +27,7 @@ from ckptd.units import format_bytes
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
+    "OLDER",
     "ExportReport",
     "Moved",
     "Watch",
@@ -49,6 +51,8 @@ Moved = Callable[[int], None]
 Watch = Callable[[str, int], AbstractContextManager[Moved]]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
+OLDER = "ckptd.older_experts"
+"""Metadata of a model out of partial snapshots: by iteration, the tensors (or their rows) that are older."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Only a folder with a model (or a checkpoint) has these files. `--force` replaces no other folder.
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", ".metadata")
@@ -74,6 +78,7 @@ class ExportReport:
         tensors: number of the model's tensors; ``optimizer_tensors``: of the optimizer's state.
         converted: number of tensors that were converted to compute precision.
         notes: notes for the user.
+        older_tensors: number of tensors, or ranges of their rows, that are those of older snapshots.
     """
 
     path: str
@@ -90,6 +95,7 @@ class ExportReport:
     converted: int
     notes: tuple[str, ...] = ()
     joined_ranks: tuple[int, ...] = ()
+    older_tensors: int = 0
 
 
 def report_of(
@@ -118,8 +124,17 @@ def report_of(
         files=files,
         size_bytes=size,
         converted=sum(whole.converted for whole in plan.model),
-        notes=notes,
+        notes=(*notes, *([_older_note(origin)] if origin.older else [])),
         joined_ranks=origin.joined,
+        older_tensors=len(origin.older),
+    )
+
+
+def _older_note(origin: Origin) -> str:
+    oldest, newest = min(origin.older.values()), max(origin.older.values())
+    return (
+        f"{len(origin.older)} tensors or ranges of rows are those of older snapshots, of iterations {oldest} "
+        f"to {newest}: this is not the model of one iteration. The metadata has them as {OLDER}"
     )
 
 
@@ -139,7 +154,7 @@ def export_file(
     """
     check_target(target, force=force, folder=False)
     plan = plan_export(source.tensors, source.facts, keep_prefix=keep_prefix)
-    header = render_header(_metadata(source.origin), [whole.entry for whole in plan.model])
+    header = render_header(_metadata(source.origin, plan), [whole.entry for whole in plan.model])
     total = sum(whole.entry.nbytes for whole in plan.model)
     size = len(header) + total
     source.prepare(plan.pieces)
@@ -181,7 +196,7 @@ def export_hf(
             MODEL,
             [whole.entry for whole in plan.model],
             lambda name: converted_chunks(source, by_name[name]),
-            metadata=_metadata(source.origin),
+            metadata=_metadata(source.origin, plan),
             max_bytes=max_shard_bytes,
             moved=moved,
         )
@@ -193,14 +208,27 @@ def export_hf(
     )
 
 
-def _metadata(origin: Origin) -> Mapping[str, str]:
-    return {
+def _metadata(origin: Origin, plan: ExportPlan) -> Mapping[str, str]:
+    found = {
         "format": "pt",
         "ckptd.job": origin.job,
         "ckptd.run": origin.run,
         "ckptd.rank": str(origin.rank),
         "ckptd.iteration": str(origin.iteration),
     }
+    if origin.older:
+        found[OLDER] = json.dumps(_exported_names(origin.older, plan), sort_keys=True)
+    return found
+
+
+def _exported_names(older: Mapping[str, int], plan: ExportPlan) -> dict[str, list[str]]:
+    """By iteration, the tensors that are older, by the names and rows of the export."""
+    found: dict[str, list[str]] = {}
+    for name, iteration in older.items():
+        param, rows = split_rows(name)
+        exported = plan.names.get(param, param) + ("" if rows is None else f"[{rows[0]}:{rows[1]}]")
+        found.setdefault(str(iteration), []).append(exported)
+    return found
 
 
 def _config_files(path: Path | None) -> dict[str, bytes]:

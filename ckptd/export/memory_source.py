@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptd.core.export_plan import (
@@ -22,12 +22,13 @@ from ckptd.core.export_plan import (
     lacking,
     named_ranks,
     ranges,
+    with_older,
 )
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader, parse_replica_file_name, slot_lock_byte
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
-from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
+from ckptd.export.source import CHUNK_BYTES, Origin, check_older, facts_of
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import ImageView, verify
@@ -50,21 +51,23 @@ class SlotSource:
     """A verified snapshot in slots that are locked against reuse (a `TensorSource`).
 
     Args:
-        views: the images that contain its tensors, by rank.
+        layers: the images that contain its tensors, by rank.
     """
 
-    def __init__(self, origin: Origin, joined: JoinedSnapshot, views: Mapping[int, ImageView]) -> None:
-        self.origin, self.facts = origin, joined.facts
+    def __init__(self, origin: Origin, joined: JoinedSnapshot, layers: Mapping[int, _Layers]) -> None:
+        older = {name: layers[rank].older(name) for name, rank in joined.ranks.items()}
+        self.origin = replace(origin, older={n: i for n, i in older.items() if i is not None})
+        self.facts = joined.facts
         self.tensors: Sequence[ImageTensor] = joined.tensors
-        self.scalars_len = views[origin.rank].scalars_len
-        self._ranks, self._views = joined.ranks, views
+        self.scalars_len = layers[origin.rank].views[0].scalars_len
+        self._ranks, self._layers = joined.ranks, layers
 
     def prepare(self, order: Sequence[ImageTensor]) -> None:
         """Do nothing: the snapshot is in memory."""
 
     def chunks(self, tensor: ImageTensor) -> Iterator[memoryview]:
         """See `TensorSource.chunks`; they were verified before."""
-        data = self._views[self._ranks[tensor.name]].data(tensor.name)
+        data = self._layers[self._ranks[tensor.name]].data(tensor.name)
         for begin in range(0, len(data), CHUNK_BYTES):
             yield data[begin : begin + CHUNK_BYTES]
 
@@ -78,6 +81,7 @@ def open_slot(
     run: str | None = None,
     rank: int | None = None,
     whereabouts: Whereabouts = nobody_knows,
+    older_experts: bool = False,
 ) -> Iterator[SlotSource]:
     """Lock the snapshot of ``iteration`` until the end of the block (None: the newest one that this node
     holds completely).
@@ -86,8 +90,10 @@ def open_slot(
         segment_dir: the folder of the segments; no daemon is needed.
         job, run, rank: needed if several of them have such a snapshot.
         whereabouts: returns the nodes that may hold missing parts.
+        older_experts: parameters that a partial snapshot lacks are taken from older ones of its chain.
     Raises:
-        ExportError: no snapshot matches, or several do, or parts of it are only in other nodes' memory.
+        ExportError: no snapshot matches, or several do, or parts of it are only in other nodes' memory, or
+            ``older_experts`` of a snapshot that is not partial.
         DamagedSnapshot: its digests do not match.
     """
     with ExitStack() as opened:
@@ -98,7 +104,7 @@ def open_slot(
             why = "; ".join(problems) if problems else "the folder contains no segment"
             raise ExportError(f"nothing to export in {segment_dir}: {why}")
         slots = _choose(segments, iteration, job, run, rank)
-        local = _LocalRanks(segment_dir, segments, opened)
+        local = _LocalRanks(segment_dir, segments, opened, older_experts=older_experts)
         yield _first_complete(slots, local, opened, whereabouts)
 
 
@@ -115,6 +121,9 @@ def _choose(
         for s in segments
         if job in (None, s.key.job) and run in (None, s.key.run) and rank in (None, s.key.rank)
     ]
+    if not asked:
+        held = "; ".join(map(str, sorted({s.key for s in segments})))
+        raise ExportError(f"no segment in memory is of this job, run and rank; there are: {held}")
     slots = sealed_slots(asked)
     found = [slot for slot in slots if iteration in (None, slot.header.iteration)]
     if not found:
@@ -155,18 +164,23 @@ def _completed(slot: SealedSlot, local: _LocalRanks) -> Iterator[SlotSource]:
         _SharesMissing: this node lacks some of them; nothing was read yet.
     """
     descriptor = slot.segment.descriptor
-    with _locked(slot) as view, ExitStack() as others:
+    with ExitStack() as opened:
+        view = opened.enter_context(_locked(slot))
         facts = facts_of(descriptor.client, descriptor.rank)
-        lacks = lacking(view.entries, facts.shares)
+        if local.older_experts:
+            check_older(facts)
+        own = opened.enter_context(_layered(slot, view, local.own(slot.segment.key), local))
+        lacks = lacking(own.tensors, facts.shares)
         copies = local.copies(slot, lacks)
         _verify_slot(slot)
-        views: dict[int, ImageView] = {descriptor.rank: view}
+        layers = {descriptor.rank: own}
         images: dict[int, RankImage] = {}
         for rank, found in copies.items():
-            copy, views[rank] = others.enter_context(_first_verified(found))
-            images[rank] = _rank_image(views[rank], local.of(copy.segment.key))
-        own = _rank_image(view, local.own(slot.segment.key))
-        joined = join(descriptor.rank, own, facts, lacks, images)
+            copy, other = opened.enter_context(_first_verified(found))
+            segments = local.of(copy.segment.key)
+            layers[rank] = opened.enter_context(_layered(copy, other, segments, local))
+            images[rank] = _rank_image(layers[rank], segments)
+        joined = join(descriptor.rank, _rank_image(own, local.own(slot.segment.key)), facts, lacks, images)
         origin = Origin(
             descriptor.job,
             descriptor.run,
@@ -176,7 +190,65 @@ def _completed(slot: SealedSlot, local: _LocalRanks) -> Iterator[SlotSource]:
             "memory",
             tuple(images),
         )
-        yield SlotSource(origin, joined, views)
+        yield SlotSource(origin, joined, layers)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The image of a rank's snapshot, and older ones for the experts that it lacks, the newest first; all are
+    locked.
+
+    ``iterations``: of each image; ``numbers``: which image, by the name of a tensor of an older one.
+    """
+
+    views: Sequence[ImageView]
+    iterations: Sequence[int]
+    tensors: Sequence[ImageTensor]
+    numbers: Mapping[str, int]
+
+    def data(self, name: str) -> memoryview:
+        """The tensor's bytes."""
+        return self.views[self.numbers.get(name, 0)].data(name)
+
+    def older(self, name: str) -> int | None:
+        """The iteration of a tensor of an older image; None: it is of the snapshot itself."""
+        number = self.numbers.get(name)
+        return None if number is None else self.iterations[number]
+
+
+@contextmanager
+def _layered(
+    slot: SealedSlot, view: ImageView, segments: Iterable[Segment], local: _LocalRanks
+) -> Iterator[_Layers]:
+    """A locked snapshot, and if older experts are wanted, older ones of its chain, locked and verified."""
+    chain = _older(slot, sealed_slots(segments)) if local.older_experts else []
+    with ExitStack() as opened:
+        views = [view]
+        for older in chain:
+            views.append(opened.enter_context(_locked(older)))
+            _verify_slot(older)
+        tensors, numbers = with_older([each.entries for each in views])
+        iterations = [each.header.iteration for each in (slot, *chain)]
+        yield _Layers(views, iterations, tensors, numbers)
+
+
+def _older(slot: SealedSlot, slots: Sequence[SealedSlot]) -> list[SealedSlot]:
+    """The snapshots before this one in its chain, the newest first, as far as they are in memory.
+
+    After a recovery the chain goes on with snapshots of an earlier epoch.
+    """
+    found = [slot]
+    while 0 <= found[-1].header.previous < found[-1].header.iteration:
+        last = found[-1].header
+        before = [
+            each
+            for each in slots
+            if each.header.iteration == last.previous and each.header.epoch <= last.epoch
+        ]
+        if not before:
+            break
+        found.append(max(before, key=lambda each: (each.header.epoch, each.header.sequence)))
+    return found[1:]
 
 
 # -- sealed slots ---------------------------------------------------------------------------------
@@ -265,10 +337,11 @@ def _first_verified(copies: Sequence[SealedSlot]) -> Iterator[tuple[SealedSlot, 
     raise AssertionError("there is a copy at least")
 
 
-def _rank_image(view: ImageView, segments: Iterable[Segment]) -> RankImage:
-    """The facts of a locked image, together with the other snapshots of its rank in these segments."""
+def _rank_image(layers: _Layers, segments: Iterable[Segment]) -> RankImage:
+    """The facts of a locked snapshot, together with the other snapshots of its rank in these segments."""
+    view = layers.views[0]
     dense = view.anchors == (1 << view.num_operators) - 1
-    return RankImage(view.entries, dense, [found.entries for found in _images(segments)])
+    return RankImage(layers.tensors, dense, [found.entries for found in _images(segments)])
 
 
 def _images(segments: Iterable[Segment]) -> Iterator[ImageView]:
@@ -306,9 +379,13 @@ class _LocalRanks:
     Args:
         segments: the segments of the folder that are open already; the caller closes them.
         opened: closes the replicas opened here.
+        older_experts: of partial snapshots older ones are wanted, too.
     """
 
-    def __init__(self, folder: Path, segments: Iterable[Segment], opened: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, segments: Iterable[Segment], opened: ExitStack, *, older_experts: bool
+    ) -> None:
+        self.older_experts = older_experts
         self._folder, self._segments, self._opened = folder, list(segments), opened
         self._of_rank: dict[RankKey, list[Segment]] = {}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -12,7 +12,7 @@ from ckptd.core.export_plan import ExportError, SharedRows, SnapshotFacts
 from ckptd.storage.image_format import ImageTensor
 from ckptd.unpacking import unpack
 
-__all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "facts_of"]
+__all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "check_older", "facts_of"]
 
 CHUNK_BYTES = 16 << 20
 
@@ -21,7 +21,8 @@ CHUNK_BYTES = 16 << 20
 class Origin:
     """The identity of a snapshot and its place: ``memory``, or a store's URL without secrets.
 
-    ``joined``: other ranks whose images contain parts of it.
+    ``joined``: other ranks whose images contain parts of it. ``older``: the iterations of tensors that come
+    from older snapshots, by name; only if that was asked for.
     """
 
     job: str
@@ -31,6 +32,7 @@ class Origin:
     iteration: int
     place: str
     joined: tuple[int, ...] = ()
+    older: Mapping[str, int] = field(default_factory=dict)
 
 
 class TensorSource(Protocol):
@@ -84,6 +86,19 @@ class _TrainerFacts(msgspec.Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(_TrainerFacts)
 
 
+def check_older(facts: SnapshotFacts) -> None:
+    """Check that experts can be taken from older snapshots.
+
+    Raises:
+        ExportError: the snapshot is not partial.
+    """
+    if not facts.partial:
+        raise ExportError(
+            "--older-experts is for partial snapshots, and this one is not: a snapshot of an exact policy is "
+            "the model of its iteration"
+        )
+
+
 def facts_of(client: bytes, rank: int) -> SnapshotFacts:
     """The facts that a trainer recorded about its snapshots; facts of a single snapshot are added later.
 
@@ -102,12 +117,19 @@ def facts_of(client: bytes, rank: int) -> SnapshotFacts:
                 "export with the version of ckptd that trained"
             ) from error
         recorded = _TrainerFacts()
+    try:
+        rows, shares = _rows(recorded.operators), _shares(recorded, rank)
+    except (TypeError, ValueError) as error:
+        raise ExportError(
+            f"the descriptor of rank {rank} has malformed operators ({error}); "
+            "export with the version of ckptd that trained"
+        ) from error
     return SnapshotFacts(
-        rows=_rows(recorded.operators),
+        rows=rows,
         transient=frozenset(recorded.transient_buffers),
         aliases=recorded.aliases,
         groups=recorded.groups,
-        shares=_shares(recorded, rank),
+        shares=shares,
         aligned=recorded.policy == "aligned",
         partial=recorded.policy == "partial",
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,10 +22,11 @@ from ckptd.core.export_plan import (
     join,
     lacking,
     named_ranks,
+    with_older,
 )
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
-from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
+from ckptd.export.source import CHUNK_BYTES, Origin, check_older, facts_of
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import (
@@ -52,7 +53,7 @@ class StoredSource:
     """A snapshot of a committed checkpoint (a `TensorSource`).
 
     Args:
-        images: the images that contain its tensors, by rank.
+        layers: the images that contain its tensors, by rank.
     """
 
     def __init__(
@@ -60,19 +61,24 @@ class StoredSource:
         store: ObjectStore,
         origin: Origin,
         joined: JoinedSnapshot,
-        images: Mapping[int, _StoredImage],
+        layers: Mapping[int, _StoredLayers],
     ) -> None:
-        self.origin, self.facts = origin, joined.facts
+        older = {name: layers[rank].older(name) for name, rank in joined.ranks.items()}
+        self.origin = replace(origin, older={n: i for n, i in older.items() if i is not None})
+        self.facts = joined.facts
         self.tensors: Sequence[ImageTensor] = joined.tensors
-        self.scalars_len = int(images[origin.rank].header.metadata.get("scalars_len", "0"))
-        self._ranks, self._images = joined.ranks, images
+        self.scalars_len = int(layers[origin.rank].images[0].header.metadata.get("scalars_len", "0"))
+        images = [image for each in layers.values() for image in each.images]
+        at = {id(image): number for number, image in enumerate(images)}
+        self._images = images
+        self._of = {name: at[id(layers[rank].of(name))] for name, rank in joined.ranks.items()}
         self._digests = {
             tensor.name: digest
-            for rank, image in images.items()
+            for number, image in enumerate(images)
             for tensor, digest in zip(image.header.tensors, image.header.digests, strict=True)
-            if joined.ranks.get(tensor.name) == rank
+            if self._of.get(tensor.name) == number
         }
-        self._ahead = _ReadAhead(lambda rank, begin, end: images[rank].read(store, begin, end))
+        self._ahead = _ReadAhead(lambda image, begin, end: images[image].read(store, begin, end))
 
     def close(self) -> None:
         """End the reading ahead."""
@@ -80,15 +86,15 @@ class StoredSource:
 
     def prepare(self, order: Sequence[ImageTensor]) -> None:
         """See `TensorSource.prepare`."""
-        self._ahead.prepare((self._ranks[tensor.name], tensor) for tensor in order)
+        self._ahead.prepare((self._of[tensor.name], tensor) for tensor in order)
 
     def chunks(self, tensor: ImageTensor) -> Iterator[memoryview]:
         """See `TensorSource.chunks`."""
-        rank, digest, strong = self._ranks[tensor.name], xxhash.xxh3_128(), blake3()
-        vouched = self._images[rank].vouched.get(tensor.name)
+        image, digest, strong = self._of[tensor.name], xxhash.xxh3_128(), blake3()
+        vouched = self._images[image].vouched.get(tensor.name)
         at, end = tensor.offset, tensor.offset + tensor.nbytes
         while at < end:
-            begin, data = self._ahead.around(rank, at)
+            begin, data = self._ahead.around(image, at)
             part = data[at - begin : end - begin]
             digest.update(part)
             if vouched is not None:
@@ -97,7 +103,7 @@ class StoredSource:
             at += len(part)
         good = digest.digest() == self._digests[tensor.name]
         if not good or vouched not in (None, strong.digest()):
-            raise self._images[rank].damaged(tensor)
+            raise self._images[image].damaged(tensor)
 
 
 @contextmanager
@@ -109,6 +115,7 @@ def open_stored(
     iteration: int | None,
     *,
     rank: int | None = None,
+    older_experts: bool = False,
 ) -> Iterator[StoredSource]:
     """Open a snapshot of a committed checkpoint: the last one (of the newest checkpoint if ``iteration``
     is None), or an earlier one of its chain.
@@ -116,20 +123,27 @@ def open_stored(
     Args:
         shown_url: the URL of the store, without secrets.
         rank: needed if the checkpoint has several ranks.
+        older_experts: parameters that a partial snapshot lacks are taken from older ones of the checkpoint.
     Raises:
-        ExportError: no snapshot matches.
+        ExportError: no snapshot matches, or ``older_experts`` of one that is not partial.
         DamagedSnapshot: a manifest or header is damaged.
     """
     catalog = read_catalog(store, job, run)
     where = f"{shown_url}/{job}/{run}"
     checkpoint, manifest, snapshot = _find(store, catalog, iteration, rank, where)
-    own = _open_image(store, manifest, snapshot)
     facts = facts_of(_client_part(manifest.descriptor), manifest.rank)
+    if older_experts:
+        check_older(facts)
+    own = _open_image(store, manifest, snapshot, older=older_experts)
+    if facts.partial and snapshot.iteration < manifest.end:
+        facts = replace(facts, newest=manifest.end)
     lacks = lacking(own.image.tensors, facts.shares)
-    others = _open_images(store, checkpoint, snapshot, lacks) if lacks else {}
-    joined = join(own.rank, own.image, facts, lacks, {r: i.image for r, i in others.items()})
-    origin = Origin(job, run, own.rank, manifest.world_size, snapshot.iteration, shown_url, tuple(others))
-    source = StoredSource(store, origin, joined, {own.rank: own, **others})
+    others = _open_images(store, checkpoint, snapshot, lacks, older=older_experts) if lacks else {}
+    joined = join(manifest.rank, own.image, facts, lacks, {r: i.image for r, i in others.items()})
+    origin = Origin(
+        job, run, manifest.rank, manifest.world_size, snapshot.iteration, shown_url, tuple(others)
+    )
+    source = StoredSource(store, origin, joined, {manifest.rank: own, **others})
     try:
         yield source
     finally:
@@ -185,8 +199,7 @@ def _client_part(descriptor: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _StoredImage:
-    """One rank's image with a verified header; ``image`` contains its facts and those of the rank's
-    chain.
+    """One rank's image with a verified header.
 
     ``vouched``: BLAKE3 digests of its tensors, computed while the whole image was verified against the
     cryptographic digest in the manifest; empty if it was not.
@@ -195,7 +208,6 @@ class _StoredImage:
     rank: int
     snapshot: StoredSnapshot
     header: ObjectHeader
-    image: RankImage
     vouched: Mapping[str, bytes] = field(default_factory=dict)
 
     def read(self, store: ObjectStore, begin: int, end: int) -> memoryview:
@@ -214,6 +226,27 @@ class _StoredImage:
         return DamagedSnapshot(_text(self.rank, self.snapshot.iteration, repr(tensor.name)))
 
 
+@dataclass(frozen=True)
+class _StoredLayers:
+    """A rank's image, and older ones for the experts that it lacks, the newest first.
+
+    ``image``: the facts of the rank's chain, with the tensors of all of them; ``numbers``: which of the
+    images, by the name of a tensor of an older one.
+    """
+
+    images: Sequence[_StoredImage]
+    image: RankImage
+    numbers: Mapping[str, int]
+
+    def of(self, name: str) -> _StoredImage:
+        """The image with this tensor."""
+        return self.images[self.numbers.get(name, 0)]
+
+    def older(self, name: str) -> int | None:
+        """The iteration of a tensor of an older image; None: it is of the snapshot itself."""
+        return self.of(name).snapshot.iteration if name in self.numbers else None
+
+
 def _read_rank_manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int) -> RankManifest:
     """Read the manifest of a rank."""
     try:
@@ -223,25 +256,40 @@ def _read_rank_manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: 
 
 
 def _open_image(
-    store: ObjectStore, manifest: RankManifest, snapshot: StoredSnapshot, *, whole: bool = True
-) -> _StoredImage:
+    store: ObjectStore,
+    manifest: RankManifest,
+    snapshot: StoredSnapshot,
+    *,
+    whole: bool = True,
+    older: bool = False,
+) -> _StoredLayers:
     """An image of the manifest's chain; reads the headers of the chain.
 
     Args:
-        whole: read all of the image, and compare it with the cryptographic digest in the manifest.
+        whole: read all of it, and compare it with the cryptographic digest in the manifest.
+        older: with the older ones of the chain.
     """
+    wanted = [
+        each
+        for each in reversed(manifest.snapshots)
+        if each is snapshot or (older and each.iteration < snapshot.iteration)
+    ]
     headers: dict[int, ObjectHeader] = {}
-    vouched: Mapping[str, bytes] = {}
+    vouched: dict[int, Mapping[str, bytes]] = {}
     for each in manifest.snapshots:
         with _damage_of(manifest.rank, each.iteration):
             head = read_image_header(store, each)
             headers[each.iteration] = parse_header(head)
-            if whole and each is snapshot:
-                vouched = vouched_tensors(store, each, head, headers[each.iteration])
-    header = headers[snapshot.iteration]
+            if whole and each in wanted:
+                vouched[each.iteration] = vouched_tensors(store, each, head, headers[each.iteration])
+    images = [
+        _StoredImage(manifest.rank, each, headers[each.iteration], vouched.get(each.iteration, {}))
+        for each in wanted
+    ]
     dense = snapshot.anchors == (1 << snapshot.num_operators) - 1
-    image = RankImage(header.tensors, dense, [found.tensors for found in headers.values()])
-    return _StoredImage(manifest.rank, snapshot, header, image, vouched)
+    tensors, numbers = with_older([image.header.tensors for image in images])
+    image = RankImage(tensors, dense, [found.tensors for found in headers.values()])
+    return _StoredLayers(images, image, numbers)
 
 
 def _open_images(
@@ -249,7 +297,9 @@ def _open_images(
     checkpoint: StoredCheckpoint,
     snapshot: StoredSnapshot,
     ranks: Collection[int],
-) -> dict[int, _StoredImage]:
+    *,
+    older: bool,
+) -> dict[int, _StoredLayers]:
     """The images of the same iteration as ``snapshot``, by rank.
 
     The export needs only their shares, which may be a hundredth of the images. A whole image is
@@ -263,9 +313,10 @@ def _open_images(
             f"0 to {checkpoint.world_size - 1}; choose another checkpoint"
         )
 
-    def opened(rank: int) -> _StoredImage:
+    def opened(rank: int) -> _StoredLayers:
         manifest = _read_rank_manifest(store, checkpoint, rank)
-        return _open_image(store, manifest, _same(manifest, snapshot), whole=bool(manifest.signer))
+        same = _same(manifest, snapshot)
+        return _open_image(store, manifest, same, whole=bool(manifest.signer), older=older)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ranks") as pool:
         return dict(zip(ranks, pool.map(opened, ranks), strict=True))
@@ -301,9 +352,9 @@ def _text(rank: int, iteration: int, what: str) -> str:
 
 
 class _Span(NamedTuple):
-    """A range of one rank's image that is read at once."""
+    """A range of one image that is read at once; images have numbers."""
 
-    rank: int
+    image: int
     begin: int
     end: int
 
@@ -312,7 +363,7 @@ class _ReadAhead:
     """Keeps at most two spans of all images in memory: the present one and the next one.
 
     Args:
-        read: returns bytes ``begin`` to ``end`` of a rank's image; also called in a background thread.
+        read: returns bytes ``begin`` to ``end`` of an image; also called in a background thread.
     """
 
     def __init__(self, read: Callable[[int, int, int], memoryview]) -> None:
@@ -328,23 +379,23 @@ class _ReadAhead:
         self._thread.shutdown(cancel_futures=True)
 
     def prepare(self, order: Iterable[tuple[int, ImageTensor]]) -> None:
-        """Announce the tensors that will be read, each with the rank whose image contains it."""
+        """Announce the tensors that will be read, each with the image that contains it."""
         self._spans = [
-            _Span(rank, begin, end)
-            for rank, run in groupby(order, key=lambda item: item[0])
+            _Span(image, begin, end)
+            for image, run in groupby(order, key=lambda item: item[0])
             for begin, end in plan_spans([tensor for _, tensor in run], CHUNK_BYTES)
         ]
         self._coming.clear()
         self._current = (_Span(-1, 0, 0), memoryview(b""))
         self._next = 0
 
-    def around(self, rank: int, at: int) -> tuple[int, memoryview]:
-        """The span of the rank's image that contains this byte, and its offset; requests the next one in the
+    def around(self, image: int, at: int) -> tuple[int, memoryview]:
+        """The span of the image that contains this byte, and its offset; requests the next one in the
         background.
         """
         span, data = self._current
-        if not _holds(span, rank, at):
-            index = self._index_of(rank, at)
+        if not _holds(span, image, at):
+            index = self._index_of(image, at)
             coming = self._coming.pop(index, None)
             span = self._spans[index]
             data = coming.result() if coming else self._read(*span)
@@ -355,11 +406,11 @@ class _ReadAhead:
                 self._coming = {self._next: following}
         return span.begin, data
 
-    def _index_of(self, rank: int, at: int) -> int:
+    def _index_of(self, image: int, at: int) -> int:
         """Usually the next one."""
-        if self._next < len(self._spans) and _holds(self._spans[self._next], rank, at):
+        if self._next < len(self._spans) and _holds(self._spans[self._next], image, at):
             return self._next
-        return next(i for i, span in enumerate(self._spans) if _holds(span, rank, at))
+        return next(i for i, span in enumerate(self._spans) if _holds(span, image, at))
 
 
 def plan_spans(order: Iterable[ImageTensor], max_bytes: int) -> list[tuple[int, int]]:
@@ -381,5 +432,5 @@ def plan_spans(order: Iterable[ImageTensor], max_bytes: int) -> list[tuple[int, 
     return spans
 
 
-def _holds(span: _Span, rank: int, at: int) -> bool:
-    return span.rank == rank and span.begin <= at < span.end
+def _holds(span: _Span, image: int, at: int) -> bool:
+    return span.image == image and span.begin <= at < span.end

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.host.epochs import AbandonJob, BeginEpoch, JobEpochs, Order, ReleaseHosts, StopJob
+from ckptd.host.epochs import AbandonJob, BeginEpoch, EndLoops, JobEpochs, Order, ReleaseHosts, StopJob
 from ckptd.host.hangs.job_hangs import JobHangs
 from ckptd.host.host_links import Link, LinkError, accept, listen
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
 from ckptd.host.job_store import StoreErrand, store_request
 from ckptd.host.process_control import allow_descriptors
+from ckptd.host.rerouted_epochs import ReroutedEpochs
 from ckptd.host.zygotes.zygote_link import StoreServer, ZygoteLink
 
 __all__ = ["GREET_S", "JOIN_S", "Coordinator", "StorePort"]
@@ -74,12 +75,8 @@ class Coordinator:
         self, options: HostOptions, folder: Path, loop: HostLoop, obey: Callable[[Message], None]
     ) -> None:
         self._options, self._loop, self._obey = options, loop, obey
-        self._epochs = JobEpochs(
-            options.world_size,
-            max_restarts=options.max_restarts,
-            steady_s=options.steady_s,
-            min_ranks=options.min_ranks,
-        )
+        self._rerouted: ReroutedEpochs | None = None
+        self._epochs = self._epochs_of(options)
         self._hangs = JobHangs(lambda: len(self._epochs.ranks), loop, self._send, self._hung)
         self._members: dict[Link, int] = {}  # the ranks of the start
         self._nodes: dict[int, int | None] = {0: options.node}
@@ -101,6 +98,13 @@ class Coordinator:
         self._waiting: BeginEpoch | None = None
         self._last: Message | None = None
         self._leaving_because = ""
+
+    def _epochs_of(self, options: HostOptions) -> JobEpochs:
+        limits: dict[str, Any] = {"max_restarts": options.max_restarts, "steady_s": options.steady_s}
+        if options.reroute:
+            self._rerouted = ReroutedEpochs(options.world_size, **limits)
+            return self._rerouted
+        return JobEpochs(options.world_size, **limits, min_ranks=options.min_ranks)
 
     def _listen(self) -> socket.socket:
         if self._options.one_machine:
@@ -172,7 +176,7 @@ class Coordinator:
                     self._greet(link, message)
                 else:
                     self.report(self._members[link], message)
-        except (LinkError, KeyError, TypeError, ValueError) as error:
+        except (LinkError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             if link in self._strangers:
                 logger.info("rank 0: a connection is closed: %s", error)
                 self._turn_away(link)
@@ -211,7 +215,7 @@ class Coordinator:
 
     def _with_node_of(self, rank: int) -> set[int]:
         """The ranks that are lost with this one."""
-        node = self._nodes[rank]
+        node = None if self._rerouted is not None else self._nodes[rank]
         return {rank} if node is None else {each for each, there in self._nodes.items() if there == node}
 
     def _now(self, rank: int) -> int:
@@ -242,8 +246,21 @@ class Coordinator:
             case "overdue":
                 if int(message["epoch"]) == self._epochs.epoch and not self._epochs.closed:
                     self._hangs.overdue(self._now(rank), message)
+            case "said" if self._rerouted is not None:
+                self._give(self._said(self._rerouted, rank, message))
             case "position" if rank in self._epochs.ranks:
                 self._hangs.answered(self._now(rank), message)
+
+    def _said(self, epochs: ReroutedEpochs, rank: int, message: Message) -> Order | None:
+        """By a trainer, through its host."""
+        match message["word"]:
+            case "ready":
+                return epochs.ready(rank, int(message["epoch"]))
+            case "finished":
+                return epochs.finished(rank, int(message["epoch"]))
+            case "recover":
+                return epochs.cannot_go_on(int(message["epoch"]), f"rank {rank}: {message['why']}")
+        return None
 
     def _leaves(self, rank: int, why: str) -> None:
         self._give(self._epochs.left(self._with_node_of(rank), why))
@@ -269,6 +286,8 @@ class Coordinator:
             case BeginEpoch():
                 self._waiting = order
                 self._begin()
+            case EndLoops(absent):
+                self._say({"order": "end_loops", "absent": list(absent)})
             case ReleaseHosts():
                 self._say({"order": "release"})
             case AbandonJob(because):
@@ -305,6 +324,8 @@ class Coordinator:
                 "because": order.because,
                 "staying": order.staying,
                 "patience": order.patience,
+                "absent": list(order.absent),
+                "at_boundary": order.at_boundary,
                 "without": list(order.without),
                 "without_nodes": sorted(
                     {node for r in order.without if (node := self._nodes[r]) is not None}

@@ -18,10 +18,12 @@ __all__ = [
     "TRANSITIONS",
     "AbandonJob",
     "BeginEpoch",
+    "EndLoops",
     "HostEvent",
     "HostLife",
     "HostState",
     "JobEpochs",
+    "Order",
     "ReleaseHosts",
     "StopJob",
 ]
@@ -140,6 +142,8 @@ class BeginEpoch:
         without: ranks (of the start) whose hosts were lost. Those that are left close up in their order.
         staying: a trainer that can restart in its process need not end. Not where a trainer hangs (it may be
             this one), or the ranks have changed.
+        absent: ranks whose work others do until they are back, in a job that re-routes.
+        at_boundary: nobody has failed, so the iteration that runs may end before.
     """
 
     epoch: int
@@ -147,6 +151,15 @@ class BeginEpoch:
     patience: int = 1
     without: tuple[int, ...] = ()
     staying: bool = True
+    absent: tuple[int, ...] = ()
+    at_boundary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoops:
+    """All trainers of a job that re-routes have done all iterations: none waits for another any more."""
+
+    absent: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +184,7 @@ class StopJob:
 _PATIENCE_FACTOR = 4
 _PATIENCE_MAX = 4**5
 
-Order = BeginEpoch | ReleaseHosts | AbandonJob | StopJob
+Order = BeginEpoch | EndLoops | ReleaseHosts | AbandonJob | StopJob
 
 
 class JobEpochs:
@@ -236,6 +249,9 @@ class JobEpochs:
             return self._give(
                 AbandonJob(f"{tries}, and {self._max_restarts} restarts are allowed; last: {why}")
             )
+        return self._begin(why, staying=staying)
+
+    def _begin(self, why: str, *, staying: bool) -> Order:
         self.epoch += 1
         self._begun_s = None
         self._completed.clear()

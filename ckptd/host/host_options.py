@@ -14,7 +14,10 @@ from ckptd.host.zygotes.script_main import Script
 
 __all__ = ["HostOptions", "UsageError", "options_from", "place_in_step", "place_without"]
 
-USAGE = "usage: python -m ckptd.host [--max-restarts N] [--min-ranks N] [--no-fork] [-m] script [arguments]"
+USAGE = (
+    "usage: python -m ckptd.host [--max-restarts N] [--min-ranks N | --reroute] [--no-fork] "
+    "[-m] script [arguments]"
+)
 _MODULE = "ckptd.host"
 _PORT_MAX = (1 << 16) - 1
 _STEP_PORTS = range(10_000, 30_000)  # below those that Linux gives to connections
@@ -85,6 +88,9 @@ class HostOptions:
     may_fork: bool
     """Trainers are forked from a zygote, unless the script is no place for that."""
 
+    reroute: bool = False
+    """The trainers go on without those that fail, until these are back (docs/rerouting.md)."""
+
 
 def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOptions:
     """The options of this process.
@@ -94,7 +100,7 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
     Raises:
         UsageError: something is missing, unknown or out of range.
     """
-    left, may_fork = list(words), True
+    left, may_fork, reroute = list(words), True, False
     numbers = {
         "--max-restarts": _integer(environ, "CKPTD_HOST_MAX_RESTARTS", 5),
         "--min-ranks": _integer(environ, "CKPTD_HOST_MIN_RANKS", 0),
@@ -105,10 +111,17 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
             break
         if option == "--no-fork":
             may_fork = False
+        elif option == "--reroute":
+            reroute = True
         elif option in numbers and left and left[0].isdecimal():
             numbers[option] = int(left.pop(0))
         else:
             raise UsageError(f"{option}: unknown, or without a number\n{USAGE}")
+    if reroute and numbers["--min-ranks"]:
+        raise UsageError(
+            "--reroute and --min-ranks (or CKPTD_HOST_MIN_RANKS): a job whose workers stand in for each "
+            f"other keeps its ranks; leave one of them out\n{USAGE}"
+        )
     is_module = left[:1] == ["-m"]
     left = left[1:] if is_module else left
     if not left:
@@ -140,6 +153,7 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         step_deadline_s=_step_deadline_s(environ),
         node=_node(environ),
         may_fork=may_fork,
+        reroute=reroute,
     )
 
 

@@ -48,7 +48,15 @@ from ckptd.host.zygotes.script_main import script_file
 from ckptd.host.zygotes.zygote import WITNESSED
 from ckptd.host.zygotes.zygote_handover import waiting_name
 from ckptd.host.zygotes.zygote_link import ZygoteLink, start_zygote, take_over_zygote
-from ckptd.restart_line import LINE_VARIABLE, HostEnd, NextEpoch
+from ckptd.restart_line import (
+    EPOCH_VARIABLE,
+    LINE_VARIABLE,
+    EndLoop,
+    HostEnd,
+    NextEpoch,
+    TrainerSaid,
+    epoch_text,
+)
 
 __all__ = ["HOST_LOST", "TrainerHost", "record_name"]
 
@@ -65,6 +73,9 @@ _ANSWER_S = 1.0
 # A trainer that can restart in its process comes to another epoch within this time, or ends: so long may
 # last what no message interrupts, such as a forward pass.
 _STAY_S = 5.0
+# In a job that re-routes, where what it has may be needed: longer. As long as an iteration if nobody waits.
+_REROUTED_STAY_S = 60.0
+_BOUNDARY_S = 3600.0
 # A zygote that imports longer than this hangs.
 _IMPORT_S = 300.0
 # When it is read what a trainer has imported: most of it is imported at the start.
@@ -90,7 +101,7 @@ class TrainerHost:
         self._loop = HostLoop()
         self._trainer: HostProcess | None = None
         self._status: int | None = None  # of the last trainer
-        self._environment: dict[str, str] = {}
+        self._environment: dict[str, str] = {EPOCH_VARIABLE: epoch_text(0, ())} if options.reroute else {}
         self._deferred: deque[Message] = deque()
         if options.rank == 0:
             remove_dead_sockets(self._folder)
@@ -98,6 +109,8 @@ class TrainerHost:
         self._job: Coordinator | JobMember = kind(options, self._folder, self._loop, self._obey)
         self._watch = TrainerWatch(options, self._loop, self._job.tell)
         self._line = HostEnd()
+        self._absent: set[int] = set()  # in a job that re-routes: without whom this epoch goes on
+        self._said_ready = self._needless = False
         self._patience = 1
         self._zygote: ZygoteLink | None = None
         self._zygotes = 0
@@ -125,6 +138,8 @@ class TrainerHost:
                 self._advance()
         finally:
             self._tear_down()
+        if self._needless:
+            return 0
         if self._life.stopped:
             self._forget_error()  # a consequence: torchrun reports the earliest error as the cause
             return HOST_LOST << 8
@@ -272,6 +287,8 @@ class TrainerHost:
             self._stop(message["because"])
         elif message["order"] == "report":
             self._watch.answer(int(message["inquiry"]))
+        elif message["order"] == "end_loops":
+            self._end_loop(needless=self._options.rank in message["absent"])
         elif self._options.rank in message["without"]:
             self._stop(f"it goes on without this node: {message['because']}")
         else:
@@ -283,6 +300,7 @@ class TrainerHost:
         if self._life.epoch == before:
             return
         self._patience = int(message["patience"])
+        self._absent = set(message["absent"])
         self._environment = self._environment_of(message)
         because = message["because"]
         if (now := int(self._environment.get("RANK", self._rank))) != self._rank or message["without"]:
@@ -297,13 +315,28 @@ class TrainerHost:
         trainer, because = self._trainer, message["because"]
         if trainer is None or not message["staying"] or self._watch.stopped:
             return False
-        if not self._line.offer(trainer.pid, NextEpoch(self._life.epoch, self._environment, because)):
+        at_boundary = bool(message["at_boundary"])
+        epoch = NextEpoch(self._life.epoch, self._environment, because, at_boundary)
+        if not self._line.offer(trainer.pid, epoch):
             return False
-        self._loop.after(_STAY_S, self._end_trainer)
+        patient_s = _BOUNDARY_S if at_boundary else _REROUTED_STAY_S
+        self._loop.after(patient_s if self._options.reroute else _STAY_S, self._end_trainer)
         return True
+
+    def _end_loop(self, *, needless: bool) -> None:
+        """All iterations are done; a trainer that has not taken its place yet has nothing left to do."""
+        if self._trainer is not None and not needless:
+            self._line.offer(self._trainer.pid, EndLoop())
+        elif needless:
+            self._needless = True
+            self._stop("all iterations are done")
 
     def _on_line(self) -> None:
         stayed, trainer = self._line.receive(), self._trainer
+        while self._line.said:
+            pid, said = self._line.said.pop(0)
+            if trainer is not None and trainer.pid == pid and self._options.reroute:
+                self._pass_word(said)
         if stayed is None or trainer is None or trainer.pid != stayed[0]:
             return
         if self._life.state is not HostState.STOPPING or stayed[1] != self._life.epoch:
@@ -317,6 +350,14 @@ class TrainerHost:
         logger.info("rank %d: epoch %d: trainer %d has stayed", self._rank, self._life.epoch, trainer.pid)
         self._job.tell({"told": "started", "epoch": self._life.epoch})
 
+    def _pass_word(self, said: TrainerSaid) -> None:
+        """Of a trainer, to the coordinator. That it could come to another epoch is news if it is absent."""
+        if said.word == "ready" and self._options.rank not in self._absent:
+            return
+        self._said_ready |= said.word == "ready"
+        word = {"told": "said", "word": said.word, "epoch": said.epoch, "why": said.because}
+        self._job.tell(word)
+
     def _environment_of(self, message: Message) -> dict[str, str]:
         """What the trainers of this epoch have in their environments, and this process has not."""
         restarts = self._options.restarts_before + self._life.epoch
@@ -326,6 +367,8 @@ class TrainerHost:
             environment["TORCHELASTIC_USE_AGENT_STORE"] = str(bool(message["served"]))
             if message["address"]:
                 environment["MASTER_ADDR"] = message["address"]
+        if self._options.reroute:
+            environment[EPOCH_VARIABLE] = epoch_text(self._life.epoch, message["absent"])
         return environment | place_without(os.environ, message["without"], message["without_nodes"])
 
     def _stop(self, because: str) -> None:
@@ -375,7 +418,7 @@ class TrainerHost:
                 os.unlink(self._options.error_file)
 
     def _started(self, trainer: HostProcess, how: str) -> None:
-        self._trainer = trainer
+        self._trainer, self._said_ready = trainer, False
         self._watch.begin(trainer.pid)
         self._life.handle(HostEvent.START)
         logger.info("rank %d: epoch %d: trainer %d %s", self._rank, self._life.epoch, trainer.pid, how)
@@ -401,7 +444,13 @@ class TrainerHost:
         if self._zygote is not None:
             self._zygote.forget_group()
         self._life.handle(HostEvent.FAIL if failed else HostEvent.COMPLETE)
-        if state is HostState.RUNNING:
+        # One that was to stay is missed, too, as soon as others count on it.
+        missed = self._options.rank not in self._absent or self._said_ready
+        on_its_way = self._options.reroute and state is HostState.STOPPING and failed and missed
+        if on_its_way:
+            self._absent.add(self._options.rank)
+            self._environment[EPOCH_VARIABLE] = epoch_text(epoch, self._absent)
+        if state is HostState.RUNNING or on_its_way:
             why = status_text(status)
             if failed:
                 logger.warning("rank %d: trainer %d has failed: %s", self._rank, trainer.pid, why)

@@ -40,6 +40,9 @@ class SlotListener:
     def snapshot_sealed(self, segment: Segment) -> None:
         """A snapshot was sealed."""
 
+    def digested(self, segment: Segment, outcome: SealOutcome) -> None:
+        """A snapshot is sealed of which other ranks should have the same tensors (``outcome.replicated``)."""
+
     def log_sealed(self, segment: Segment) -> None:
         """An iteration of a boundary log was sealed."""
 
@@ -182,6 +185,8 @@ class Housekeeper:
         elif outcome.verdict is SealVerdict.DAMAGED:
             text = f"slot {index} holds no image (iteration {outcome.iteration}): {outcome.reason}"
             self._report("error", "slot_damaged", segment, f"{text}; it is free now")
+        if outcome.replicated:
+            self._listener.digested(segment, outcome)
 
     def _seal_failed(self, segment: Segment, index: int, error: BaseException) -> None:
         self._sealing.discard((segment, index))
@@ -205,11 +210,11 @@ class Housekeeper:
             self._events.add("error", "segment_vanished", f"{text}; its snapshots are lost", segment.key)
             return
         size = os.fstat(segment.fd).st_size
-        others = set(locks.holders_of(segment.path)) - {os.getpid()}
+        others = locks.other_holders_of(segment.path)
         self._store.remove(segment)
         text = (
             f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process that may "
-            f"write to it (open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its "
+            f"write to it (open in process {', '.join(map(str, others)) or 'unknown'}); its "
             "snapshots are lost, and it is removed"
         )
         self._events.add("error", "segment_cut", text, segment.key)

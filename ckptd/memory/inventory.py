@@ -19,6 +19,7 @@ from ckptd.core.slots.segment_format import (
     pack_slot_header,
 )
 from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord, SlotState
+from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.holdings import header_record, operators_id, policy_of
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import ImageView
@@ -126,7 +127,8 @@ def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
 
 def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
     """One slot, as the core sees it."""
-    return header_record(header, segment.generation, index, _packed_anchors(segment, index, header))
+    anchors = _packed_anchors(segment, index, header)
+    return header_record(header, segment.generation, index, anchors, audited=segment.audited(index, header))
 
 
 def log_records(segment: Segment) -> list[SlotRecord]:
@@ -137,7 +139,12 @@ def log_records(segment: Segment) -> list[SlotRecord]:
 def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
     """The sealed slots of a segment, for nodes that may read or replicate them."""
     return tuple(
-        HeldSlot(index, pack_slot_header(header), _packed_anchors(segment, index, header))
+        HeldSlot(
+            index,
+            pack_slot_header(header),
+            _packed_anchors(segment, index, header),
+            segment.audited(index, header),
+        )
         for index, header in segment.headers()
         if header.state is SlotState.SEALED
     )
@@ -160,6 +167,7 @@ def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
         num_slots=segment.geometry.num_slots,
         slots=held_slots(segment),
         facts=_facts(descriptor),
+        partial=policy_of(descriptor) == PolicyKind.PARTIAL,
     )
 
 
@@ -247,6 +255,7 @@ def _slot_info(segment: Segment, index: int, header: SlotHeader) -> SlotInfo:
         digest_ns=header.digest_ns,
         writer_pid=header.writer_pid,
         anchors=anchors.to_bytes((anchors.bit_length() + 7) // 8, "little"),
+        audited=segment.audited(index, header),
     )
 
 

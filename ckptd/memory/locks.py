@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held", "holders_of", "is_locked", "lock_file", "try_lock", "unlock"]
+__all__ = ["held", "holders_of", "is_locked", "lock_file", "other_holders_of", "try_lock", "unlock"]
 
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for OFD.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -85,6 +85,21 @@ def holders_of(path: str | os.PathLike[str]) -> list[int]:
         if _has_open(entry / "fd", wanted):
             found.append(int(entry.name))
     return found
+
+
+def other_holders_of(path: str | os.PathLike[str]) -> list[int]:
+    """`holders_of` without this process and those that it has started, such as the store keeper."""
+    own = os.getpid()
+    return [pid for pid in holders_of(path) if own not in (pid, _parent_of(pid))]
+
+
+def _parent_of(pid: int) -> int:
+    """0 if the process has just ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])  # a name may contain anything
 
 
 def _has_open(fd_folder: Path, wanted: os.stat_result) -> bool:

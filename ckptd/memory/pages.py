@@ -143,11 +143,11 @@ _libc_with_gil.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 class _Region:
-    __slots__ = ("cut", "length", "start")
+    __slots__ = ("cut", "length", "replaced", "start")
 
     def __init__(self, start: int, length: int) -> None:
         self.start, self.length = start, length
-        self.cut = False
+        self.cut = self.replaced = False
 
 
 class FileMapping:
@@ -214,13 +214,14 @@ def _faulted(_number: int, info: Any, _context: int) -> None:
 
 
 def _replaced(address: int) -> bool:
-    for region in _regions:
+    for region in tuple(_regions):  # `_forget` on another thread would let this loop skip one
         if region.start <= address < region.start + region.length:
-            if region.cut:
+            if region.replaced:
                 return True  # by another thread, just now
-            region.cut = True
+            region.cut = True  # before anybody can read a zero
             found = _libc_with_gil.mmap(region.start, region.length, _PROT, _MAP, -1, 0)
-            return bool(found != _FAILED)
+            region.replaced = found != _FAILED  # last: an interrupt may end this handler anywhere
+            return region.replaced
     return False
 
 

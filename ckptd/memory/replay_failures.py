@@ -85,6 +85,11 @@ class Quarantine:
                 text = f"{path.name} is not heeded: {error}; what was quarantined may be replayed once more"
                 self._events.add("warning", "replays_unreadable", text)
 
+    def write_again(self) -> None:
+        """Write all files again: somebody has removed their folder. Raises nothing."""
+        for key, failures in list(self._known.items()):
+            self._keep(key, failures)
+
     def failures(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
         return self._known.get((job, run), ())
 

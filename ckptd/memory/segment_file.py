@@ -45,6 +45,7 @@ from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.pages import FileMapping
+from ckptd.memory.replicated_digests import ReplicatedSets
 from ckptd.storage.strong_digest import is_strong_digest
 from ckptd.transport.access.local_trust import open_file
 
@@ -75,6 +76,10 @@ _DIGEST_BYTES = 32
 _CRC = struct.Struct("<I")
 _LENGTH = _FRONT.size + _SNAPSHOT.size + _DIGEST_BYTES
 assert KEPT_DIGEST_AT >= SLOT_HEADER_LEN
+# Behind it, that an audit has come to the bits of this snapshot: magic, snapshot, header digest, crc.
+_AUDIT_AT = 256
+_AUDIT_MAGIC = b"AUDT"
+assert KEPT_DIGEST_AT + _LENGTH + _CRC.size <= _AUDIT_AT
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +95,7 @@ class Segment:
     mlocked: bool = False
     detached_at_s: float | None = None  # monotonic; None while a trainer owns it
     damaged: set[int] = field(default_factory=set)  # slots whose bad header was reported
+    replicated_sets: ReplicatedSets = field(default_factory=dict)
 
     @property
     def key(self) -> RankKey:
@@ -218,6 +224,18 @@ class Segment:
             data += _CRC.pack(zlib.crc32(data))
         self._digest_bytes(index)[:] = data
 
+    def audited(self, index: int, header: SlotHeader) -> bool:
+        """Whether an audit has come to the bits of the snapshot in a slot under this header."""
+        data = _audit_mark(header)
+        start = self.geometry.header_offset(index) + _AUDIT_AT
+        return bytes(self.buffer[start : start + len(data)]) == data
+
+    def mark_audited(self, index: int, header: SlotHeader) -> None:
+        """An audit has. The caller has the slot's lock, at least for reading."""
+        data = _audit_mark(header)
+        start = self.geometry.header_offset(index) + _AUDIT_AT
+        self.buffer[start : start + len(data)] = data
+
     def _digest_bytes(self, index: int) -> memoryview:
         start = self.geometry.header_offset(index) + KEPT_DIGEST_AT
         return self.buffer[start : start + _LENGTH + _CRC.size]
@@ -325,6 +343,11 @@ def _snapshot(header: SlotHeader) -> bytes:
     return _SNAPSHOT.pack(
         header.iteration, header.sequence, header.image_len, header.filled_at_ns, header.epoch
     )
+
+
+def _audit_mark(header: SlotHeader) -> bytes:
+    data = _AUDIT_MAGIC + _snapshot(header) + header.header_digest
+    return data + _CRC.pack(zlib.crc32(data))
 
 
 ASIDE = ".bad"  # the suffix of files that were put aside

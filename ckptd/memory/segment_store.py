@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,7 @@ from ckptd.core.sessions import (
 )
 from ckptd.core.slots.segment_format import (
     FILE_ENDS,
+    RECORD_ENDS,
     SegmentDescriptor,
     SegmentGeometry,
     encode_descriptor,
@@ -54,7 +56,7 @@ from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["CannotReserve", "Purpose", "SegmentMaker", "SegmentPlan", "SegmentStore"]
+__all__ = ["CannotReserve", "FolderListener", "Purpose", "SegmentMaker", "SegmentPlan", "SegmentStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,18 @@ class _Held:
         return self.plan.geometry.total_bytes if made is None else made.file_bytes
 
 
+class FolderListener:
+    """Looks after the folder and its files outside of the store; this one does nothing."""
+
+    def remake_folder(self) -> None:
+        """Make and claim the folder again: somebody has removed it."""
+
+    def keep_file(self, name: str, fd: int | None) -> None:
+        """Have a file kept beyond this process: a rank's segment, or the record of a run; None: not any
+        more.
+        """
+
+
 class SegmentStore:
     """Every segment in one folder.
 
@@ -134,7 +148,7 @@ class SegmentStore:
         mlock: auto, on or off, as configured.
         group: may write to segments, and read replicas.
         users: their quotas, if users are kept apart: then only the owner of a job may open its files.
-        remake_folder: makes and claims the folder again, if somebody has removed it.
+        listener: looks after the folder and its files outside of this store; None: nobody does.
     """
 
     def __init__(
@@ -147,14 +161,14 @@ class SegmentStore:
         hugepages: str,
         group: int | None = None,
         users: UserQuotas | None = None,
-        remake_folder: Callable[[], None] = lambda: None,
+        listener: FolderListener | None = None,
     ) -> None:
         self.folder = folder
         self.quota_bytes = quota_bytes
         self.node_id = node_id
         self._mlock, self._group, self._users = mlock, group, users
         self._hugepages = hugepages
-        self._remake_folder = remake_folder
+        self._listener = listener or FolderListener()
         # By purpose and file name.
         self._held: dict[Purpose, dict[str, _Held]] = {purpose: {} for purpose in Purpose}
         # Segments of ranks by run, rank and generation: looked up at every beat for every rank, however
@@ -228,8 +242,13 @@ class SegmentStore:
                     found[user] += held.size_bytes
         return found
 
+    def keep_file(self, name: str, fd: int | None) -> None:
+        """Have a file beside the segments kept beyond this process; None: not any more."""
+        self._listener.keep_file(name, fd)
+
     def share(self, fd: int, purpose: Purpose, job: str) -> None:
-        """Let trainers open a segment of this job: those of its owner, or all.
+        """Let trainers open a segment of this job: those of its owner, those of a group, or this user's; and
+        nobody else, whom an earlier daemon may have let.
 
         Raises:
             OSError: the filesystem does not allow it.
@@ -238,7 +257,9 @@ class SegmentStore:
             # Nobody but the daemon reads what it rehearses.
             user = None if purpose is Purpose.DRILL else owner_of(job)
             open_to_user(fd, user, write=purpose is not Purpose.REPLICA)
-        elif self._group is not None:
+            return
+        open_to_user(fd, None)  # with a list, the mode below would be that list's mask
+        if self._group is not None:
             os.fchown(fd, -1, self._group)
             os.fchmod(fd, 0o640 if purpose is Purpose.REPLICA else 0o660)
 
@@ -266,13 +287,13 @@ class SegmentStore:
     def enter(self, plan: SegmentPlan, segment: Segment) -> None:
         self._held[plan.purpose][plan.path.name] = _Held(plan, segment)
         if plan.purpose is Purpose.RANK:
+            self._listener.keep_file(plan.path.name, segment.fd)
             of_run = self._runs.setdefault((segment.key.job, segment.key.run), {})
             of_run.setdefault(segment.key, {})[segment.generation] = segment
 
     def enter_found(self, segment: Segment, purpose: Purpose) -> None:
         """Enter a segment of an earlier daemon, which may have had another rule of who opens what."""
-        if self._users is not None:
-            self.share(segment.fd, purpose, segment.key.job)
+        self.share(segment.fd, purpose, segment.key.job)
         plan = SegmentPlan(segment.descriptor, segment.geometry, segment.path, purpose)
         self.enter(plan, segment)
 
@@ -283,10 +304,12 @@ class SegmentStore:
 
     def discard(self, segment: Segment) -> None:
         """Forget a segment, and leave its file alone."""
-        for of_purpose in self._held.values():
+        for purpose, of_purpose in self._held.items():
             held = of_purpose.get(segment.path.name)
             if held is not None and held.segment is segment:
                 del of_purpose[segment.path.name]
+                if purpose is Purpose.RANK:
+                    self._listener.keep_file(segment.path.name, None)
         key = segment.key
         of_rank = self._of_rank(key)
         if of_rank.get(segment.generation) is not segment:
@@ -355,7 +378,7 @@ class SegmentStore:
         """
         if self.folder.is_dir():
             return []
-        self._remake_folder()
+        self._listener.remake_folder()
         return self.everything()
 
     def rescue(self, segment: Segment) -> Segment:
@@ -384,11 +407,44 @@ class SegmentStore:
         self.enter_found(found, Purpose.RANK)
         return found
 
+    def put_back(self, name: str, fd: int) -> bool:
+        """Write a file of a rank or run again, from a descriptor that was kept; whoever adopts it checks it.
+
+        Returns:
+            Whether that was to be done: not if the file was not removed, or belongs to somebody else.
+        Raises:
+            OSError: there is no room, or the name is taken.
+        """
+        info = os.fstat(fd)
+        path = self.folder / name
+        if info.st_nlink or not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
+            return False
+        if path.name != name or path.suffix not in (*FILE_ENDS.values(), RECORD_ENDS):
+            return False
+        self._remove_leftovers()  # of a daemon that died here: they take the room
+        temporary = _temporary(path)
+        copy = os.open(temporary, _NEW_FILE, 0o600)
+        try:
+            allocate(copy, info.st_size)
+            done = 0
+            while done < info.st_size and (count := os.sendfile(copy, fd, done, info.st_size - done)):
+                done += count
+            os.ftruncate(copy, done)  # to less than whole pages
+            os.link(temporary, path)
+        finally:
+            os.close(copy)
+            temporary.unlink(missing_ok=True)
+        return True
+
     def adopt(self, now_s: float) -> Adopted:
-        for leftover in self.folder.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
+        self._remove_leftovers()
         first = self._take_over(self._adoption.begin(), now_s)
         return first.and_then(self._take_over(self._adoption.come_back(), now_s))
+
+    def _remove_leftovers(self) -> None:
+        """Remove the unfinished files of earlier daemons, before this one makes any."""
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
 
     def adopt_waiting(self, now_s: float) -> Adopted:
         return self._take_over(self._adoption.again(), now_s)

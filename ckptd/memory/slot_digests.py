@@ -23,6 +23,7 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
+from ckptd.memory.replicated_digests import ReplicatedDigests, replicated_digests
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import DigestMap, DigestMismatch, seal, verify
 from ckptd.storage.image_format import ImageError
@@ -61,11 +62,15 @@ class SealVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SealOutcome:
+    """How it ended; ``replicated``: of a slot that is sealed now, what other ranks should have as well."""
+
     verdict: SealVerdict
     iteration: int = -1
     reason: str = ""
     digest_ns: int = 0
     image_len: int = 0
+    epoch: int = 0
+    replicated: tuple[ReplicatedDigests, ...] = ()
 
 
 def seal_slot(segment: Segment, index: int, map_fn: DigestMap | None = None) -> SealOutcome:
@@ -75,9 +80,16 @@ def seal_slot(segment: Segment, index: int, map_fn: DigestMap | None = None) -> 
         if not _lock_soon(fd, slot_lock_byte(index)):
             return SealOutcome(SealVerdict.BUSY)
         header = segment.header(index)
+        if header is not None and header.state is SlotState.SEALED:  # by its trainer
+            return _with_replicated(
+                SealOutcome(SealVerdict.CHANGED, header.iteration), segment, index, header
+            )
         if header is None or header.state is not SlotState.FILLED:
             return SealOutcome(SealVerdict.CHANGED)
-        return _seal(segment, index, header, map_fn)
+        outcome = _seal(segment, index, header, map_fn)
+        if outcome.verdict is not SealVerdict.SEALED:
+            return outcome
+        return _with_replicated(outcome, segment, index, header)
     finally:
         os.close(fd)
 
@@ -134,6 +146,16 @@ def _seal(segment: Segment, index: int, header: SlotHeader, map_fn: DigestMap | 
     )
     write_slot_header(segment.buffer, segment.geometry, index, sealed)
     return SealOutcome(SealVerdict.SEALED, header.iteration, digest_ns=took, image_len=header.image_len)
+
+
+def _with_replicated(outcome: SealOutcome, segment: Segment, index: int, header: SlotHeader) -> SealOutcome:
+    """The outcome for a sealed slot, which is locked, with the digests that ranks compare."""
+    try:
+        found = replicated_digests(segment.descriptor, segment.image(index, header), segment.replicated_sets)
+    except ImageError as error:  # a process that ignores the lock writes to it: the scrub will tell
+        logger.warning("%s slot %d was written to while it was sealed: %s", segment.path.name, index, error)
+        return outcome
+    return replace(outcome, epoch=header.epoch, replicated=found)
 
 
 def _lock_soon(fd: int, byte: int) -> bool:

@@ -35,12 +35,13 @@ def open_to_user(fd: int, user: int | None, *, write: bool = False) -> None:
         OSError: the file is not ours, or its filesystem has no such lists.
     """
     if user is None or user == os.geteuid():
+        # First the mode, which is the list's mask: without its list the file would be open to its group.
+        os.fchmod(fd, 0o600)
         try:
             os.removexattr(fd, _NAME)
         except OSError as error:
             if error.errno not in _NO_LIST:
                 raise
-        os.fchmod(fd, 0o600)
         return
     rights = _READ | _WRITE if write else _READ
     entries = [

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 import ckptd
 from ckptd.core.recovery.recovery_phases import RecoveryHistograms
 from ckptd.core.sessions import MemoryFacts, RankKey, SessionTable, TrainerSession, bytes_of_user, users_of
-from ckptd.core.users import owner_of, same_owner
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
 from ckptd.node.peering import Peering
+from ckptd.node.step_audits import StepAudits
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.storage.stores.store_base import public_url
@@ -92,6 +92,7 @@ class Admin:
         self._sessions, self._housekeeper = sessions, housekeeper
         self._peering, self._tier, self._clock = peering, tier, node.clock
         self._started_s = node.clock()
+        self.audits = StepAudits(node.events, segments=peering.segments_of)
 
     def status(self) -> m.Status:
         """Everything that `ckptctl status` shows."""
@@ -122,6 +123,7 @@ class Admin:
             counters={**self._events.counters, **self._peering.fabric_counters},
             durable=None if self._tier is None else self._durable(self._tier),
             users=self._users(memory),
+            audits=self.audits.reports(now_s),
         )
 
     def _users(self, memory: MemoryFacts) -> tuple[m.UserStatus, ...]:
@@ -219,8 +221,8 @@ class Admin:
             "end them first",
         )
 
-    def forget(self, message: m.Forget) -> m.Done | m.Refused:
-        """Free a run that no trainer owns."""
+    def forget(self, message: m.Forget, sees: Callable[[str], bool]) -> m.Done | m.Refused:
+        """Free a run that no trainer owns; a refusal names only jobs that may be seen."""
         segments = self._store.all_of_run(message.job, message.run)
         name = f"{message.job}/{message.run}"
         if refused := self._in_use(message.job, message.run):
@@ -229,8 +231,7 @@ class Admin:
         known = self._peering.knows(message.job, message.run)
         replicas = self._peering.forget(message.job, message.run)
         if not segments and not bad and not replicas and not known:
-            # A user's command names no job of another user.
-            told = (s.key for s in self._store.everything() if _may_name(s.key.job, message.job))
+            told = (s.key for s in self._store.everything() if sees(s.key.job))
             runs = sorted({f"{key.job}/{key.run}" for key in told})
             held = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
             return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {held}")
@@ -242,11 +243,6 @@ class Admin:
         return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}{who}")
 
 
-def _may_name(job: str, asked: str) -> bool:
-    return owner_of(asked) is None or same_owner(job, asked)
-
-
 def openers(segments: list[Segment]) -> list[int]:
-    """The other processes that have these files open, as far as this user can see them."""
-    found = {pid for segment in segments for pid in locks.holders_of(segment.path)}
-    return sorted(found - {os.getpid()})
+    """Processes, other than the daemon's, that have these files open, as far as this user can see them."""
+    return sorted({pid for segment in segments for pid in locks.other_holders_of(segment.path)})

@@ -17,6 +17,7 @@ import os
 import queue
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,13 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from ckptd.config.daemon_config import ConfigError, notify_settings, traces_wanted, user_quotas
+from ckptd.config.daemon_config import (
+    ConfigError,
+    handed_files,
+    notify_settings,
+    traces_wanted,
+    user_quotas,
+)
 from ckptd.config.runtime_dir import (
     AlreadyRunning,
     claim,
@@ -37,12 +44,14 @@ from ckptd.config.runtime_dir import (
     private_folder,
 )
 from ckptd.config.settings import DaemonConfig
+from ckptd.core.slots.segment_format import RECORD_ENDS
 from ckptd.errors import DaemonUnavailable
 from ckptd.event_log import EventLog
 from ckptd.launch import connect
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.segment_store import FolderListener, SegmentStore
+from ckptd.memory.slot_digests import SealOutcome
 from ckptd.memory.user_files import close_files
 from ckptd.node.node_limits import (
     check_descriptors,
@@ -73,10 +82,12 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _SOONEST_S = 0.01  # a retry that is due again at once must not spin
+# In the runtime folder, until all segments of a removed folder are written again.
+_REMOVED = "segments-removed"
 _JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be slots in use
 
 
-class Daemon(SlotListener):
+class Daemon(SlotListener, FolderListener):
     """One daemon; `run` serves until it is stopped.
 
     Args:
@@ -95,12 +106,15 @@ class Daemon(SlotListener):
         self.restarts = self._reload_asked = False
         raise_descriptor_limit()
         self._group = group = group_number(config.trainer_group)
-        users = user_quotas(config)
+        users, unknown = user_quotas(config)
         runtime = private_folder(config.runtime_dir, "runtime folder", group)
         self._runtime = runtime
         marked = not config.started_by_trainer and mark_operated(runtime)
         try:
             self._claims = [take_over(runtime, "runtime folder", config)]
+            self._removed = runtime / _REMOVED
+            if not Path(config.segment_dir).exists():
+                self._removed.touch(0o600)
             folder = private_folder(config.segment_dir, "segment folder", group)
             self._claims.append(take_over(folder, "segment folder", config))
         except BaseException:
@@ -112,11 +126,16 @@ class Daemon(SlotListener):
             close_files(folder)
         quota = quota_bytes(config.memory, folder)
         self._events = EventLog(config.max_events)
+        for name in unknown:
+            text = f"user_quotas: no user of this node has the name {name!r}; user_quota applies"
+            self._events.add("warning", "unknown_user", text)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         digesters = config.digest_threads or default_digest_threads(os.cpu_count() or 1)
         pool = ThreadPoolExecutor(digesters, "digest") if digesters > 1 else None
         self._sealers = Workers("seal", min(2, digesters), _JOBS, self._wake)
         self._slow = Workers("slow", 2, _JOBS, self._wake)
+        address, watchdog_s = notify_settings()
+        self._notifier = Notifier(address)
         store = SegmentStore(
             folder,
             quota,
@@ -125,8 +144,9 @@ class Daemon(SlotListener):
             hugepages=config.hugepages,
             group=group,
             users=users,
-            remake_folder=self._remake_folder,
+            listener=self,
         )
+        self._take_handed(store)
         self._housekeeper = Housekeeper(config, store, self._events, self._sealers, self._slow, pool, self)
         self._poller = zmq.Poller()
         self._watcher = PidfdWatcher(self._poller)
@@ -146,14 +166,41 @@ class Daemon(SlotListener):
             stop=self.stop,
             traces=None if self._traces is None else self._traces.tell,
         )
-        address, watchdog_s = notify_settings()
-        self._notifier = Notifier(address)
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._trainers = TrainerSocket(node, group, self._service.handle)
         self._pages = self._serve_pages(node) if config.metrics or config.dash else None
         self._stop_reason = ""
         self._interrupted = False
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
+
+    def _take_handed(self, store: SegmentStore) -> None:
+        """If the segment folder was removed, and no daemon has written all of it again, do so with what
+        systemd kept. What finds no room stays with systemd, for the next start.
+        """
+        removed, self._some_wait = self._removed.exists(), False
+        for name, fd in handed_files():
+            try:
+                if removed and store.put_back(name, fd):
+                    text = f"somebody removed {name}; the service manager kept it, and it is written again"
+                    if not name.endswith(RECORD_ENDS):
+                        text += ". A trainer that has it open is unprotected until it is restarted"
+                    self._events.add("error", "segment_rescued", text)
+            except FileExistsError as error:
+                self._events.add("error", "segment_vanished", f"{name} was removed, and is lost: {error}")
+            except OSError as error:
+                self._some_wait = True
+                text = f"{name} was removed, and cannot be written again now: {error}. The service manager "
+                text += f"keeps it: make room in {store.folder}, and restart the daemon"
+                self._events.add("error", "segment_waits", text)
+                continue
+            finally:
+                os.close(fd)
+            self._notifier.keep(name, None)  # the adopted file is kept from then on
+        self._all_written_again()
+
+    def _all_written_again(self) -> None:
+        if not self._some_wait:
+            self._removed.unlink(missing_ok=True)
 
     def _make_tier(self, node: NodeContext) -> StorageTier:
         peering = self._peering
@@ -188,16 +235,17 @@ class Daemon(SlotListener):
         try:
             # Only here: its libraries take memory that most daemons do not need.
             from ckptd.node.recovery_traces import RecoveryTraces
+
+            return RecoveryTraces(node, endpoint)
         except ModuleNotFoundError as error:
-            text = f"traces of recoveries need the package {error.name}"
-            if not endpoint:  # the variables may be there for other programs
-                self._events.add("info", "no_traces", f"{text}: run `pip install 'ckptd[otel]'`")
+            extra = "otel-grpc" if endpoint.startswith("grpc") else "otel"
+            text = f"traces of recoveries need the package {error.name}: run `pip install 'ckptd[{extra}]'`"
+            if not self._config.otel_endpoint:  # the variables may be there for other programs
+                self._events.add("info", "no_traces", text)
                 return None
             raise ConfigError(
-                f"otel_endpoint = {self._config.otel_endpoint!r}: {text}: run `pip install 'ckptd[otel]'`, "
-                "or leave otel_endpoint empty"
+                f"otel_endpoint = {self._config.otel_endpoint!r}: {text}, or leave otel_endpoint empty"
             ) from error
-        return RecoveryTraces(node, endpoint)
 
     # -- from the housekeeper --------------------------------------------------------------------
 
@@ -206,6 +254,10 @@ class Daemon(SlotListener):
         self._peering.runs.sealed(segment)
         if self._tier is not None:
             self._tier.changed(segment.key)
+
+    def digested(self, segment: Segment, outcome: SealOutcome) -> None:
+        """Compare it with the snapshots of the ranks that should hold the same values."""
+        self._peering.audit.digested(segment, outcome)
 
     def log_sealed(self, segment: Segment) -> None:
         """Send it to peers."""
@@ -217,6 +269,32 @@ class Daemon(SlotListener):
 
     def replicas(self) -> Iterable[Segment]:
         return self._peering.replicas.everything()
+
+    # -- from the segment store ------------------------------------------------------------------
+
+    def keep_file(self, name: str, fd: int | None) -> None:
+        """Put it into the service manager's store of descriptors."""
+        self._notifier.keep(name, fd)
+
+    def remake_folder(self) -> None:
+        """Make and claim the segment folder again: somebody removed it.
+
+        Raises:
+            AlreadyRunning: another daemon has made the folder, and uses it.
+            UnusableFolder: it cannot be made.
+        """
+        self._removed.touch(0o600)
+        folder = private_folder(self._config.segment_dir, "segment folder", self._group)
+        self._claims.append(claim(folder, "segment folder", self._config.listen))
+        text = (
+            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, "
+            "which removes a user's files in /dev/shm when the last login ends: run the daemon as a system "
+            "user, set RemoveIPC=no in /etc/systemd/logind.conf, or run "
+            f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` checks it"
+        )
+        self._events.add("error", "segment_folder_removed", text)
+        self._peering.write_again()
+        self._service.trainers.write_again()
 
     # -- its life --------------------------------------------------------------------------------
 
@@ -240,23 +318,6 @@ class Daemon(SlotListener):
             self._serve()
         finally:
             self._close()
-
-    def _remake_folder(self) -> None:
-        """Make and claim the segment folder again: somebody removed it.
-
-        Raises:
-            AlreadyRunning: another daemon has made the folder, and uses it.
-            UnusableFolder: it cannot be made.
-        """
-        folder = private_folder(self._config.segment_dir, "segment folder", self._group)
-        self._claims.append(claim(folder, "segment folder", self._config.listen))
-        text = (
-            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, "
-            "which removes a user's files in /dev/shm when the last login ends: run the daemon as a system "
-            "user, set RemoveIPC=no in /etc/systemd/logind.conf, or run "
-            f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` checks it"
-        )
-        self._events.add("error", "segment_folder_removed", text)
 
     def _serve(self) -> None:
         next_tick_s = 0.0
@@ -295,6 +356,7 @@ class Daemon(SlotListener):
     def _tick(self) -> None:
         try:
             self._service.tick()
+            self._all_written_again()
             for name, count in self._trainers.refused.items():
                 self._events.counters[f"local.{name}"] = count
         # The loop must survive trouble with one segment: the others are still served.
@@ -343,7 +405,7 @@ class Daemon(SlotListener):
         if self._pages is not None:
             self._pages.close()
         if self._traces is not None:
-            self._traces.close()
+            self._traces.end()
         deadline = time.monotonic() + self._config.drain_timeout_s
         self._housekeeper.seal_all()
         while self._busy() and time.monotonic() < deadline:
@@ -360,6 +422,8 @@ class Daemon(SlotListener):
         self._sealers.close(timeout_s=1.0)
         self._slow.close(timeout_s=1.0)
         self._trainers.end()
+        if self._traces is not None:
+            self._traces.close()
         if self._interrupted:
             forget_operator(self._runtime)
         logger.info("stopped: %s", self._stop_reason)
@@ -433,13 +497,30 @@ class Notifier:
             # A leading @ stands for the zero byte of Linux' abstract namespace.
             self._address = "\0" + address[1:] if address.startswith("@") else address
 
-    def send(self, *lines: str) -> None:
-        """Send lines in one datagram; a manager that does not listen is only logged."""
+    def keep(self, name: str, fd: int | None) -> None:
+        """Have a file kept for the next start (systemd's FileDescriptorStoreMax=); None: not any more."""
         if self._address is None:
             return
+        self.send("FDSTOREREMOVE=1", f"FDNAME={name}")  # also before it comes: a reload sends it again
+        if fd is None:
+            return
+        try:
+            # A description of its own: the locks of this daemon must end with it.
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            logger.warning("%s is not kept by the service manager: %s", name, error)
+            return
+        self.send("FDSTORE=1", f"FDNAME={name}", fd=own)
+        os.close(own)
+
+    def send(self, *lines: str, fd: int | None = None) -> None:
+        """Send lines, and a descriptor, in one datagram; a manager that does not listen is only logged."""
+        if self._address is None:
+            return
+        told = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                 sock.setblocking(False)
-                sock.sendto("\n".join(lines).encode(), self._address)
+                sock.sendmsg(["\n".join(lines).encode()], told, 0, self._address)
         except OSError as error:
             logger.warning("service manager not notified of %s: %s", lines[0], error)

@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ckptd.core.histogram import STALL_BOUNDS_S, buckets_in_metrics
-from ckptd.core.snapshot_policy import PolicyKind
+from ckptd.core.snapshot_policy import MISSING_COUNTERS, PolicyKind
 from ckptd.dash.recoverable import TierEnds, recoverable
 from ckptd.node.admin import NodeView
 from ckptd.transport import messages as m
@@ -111,6 +111,14 @@ METRICS = {
     "ckptd_digest_failures_total": MetricSpec(
         "counter", ("tier",), "Snapshots whose bytes did not match their digests: where they were found."
     ),
+    "ckptd_replica_comparisons_total": MetricSpec(
+        "counter",
+        ("result",),
+        "Comparisons of ranks that should hold the same values: equal, differ (newly), or diverged.",
+    ),
+    "ckptd_step_audits_total": MetricSpec(
+        "counter", ("result",), "Steps that ckptctl audit computed again: passed, failed, or unclear."
+    ),
     "ckptd_memory_bytes": MetricSpec("gauge", ("kind",), "Segment memory by kind."),
     "ckptd_memory_promised_bytes": MetricSpec("gauge", (), "Memory that attached trainers asked for."),
     "ckptd_memory_quota_bytes": MetricSpec("gauge", (), "Quota of all segments together."),
@@ -147,10 +155,20 @@ _PERSIST_FAILURES = {
     "incomplete": ("event.persist_incomplete",),
     "fenced": ("event.persist.fenced",),
     "keeper_died": ("event.store_keeper_died",),
+    "not_opened": ("persist_not_opened",),
     "store_away": ("event.store_opened",),
     "unusable": ("event.storage_unusable",),
 }
-_MISSING = ("failed", "torn", "no_slot", "undecided")
+_COMPARISONS = {
+    "equal": ("replicas.equal",),
+    "differ": ("event.replicas_differ",),
+    "diverged": ("event.replicas_diverged",),
+}
+_AUDITS = {
+    "passed": ("event.step_audited",),
+    "failed": ("event.audit_failed",),
+    "unclear": ("event.audit_unclear",),
+}
 _MAX_USERS = 64  # those with the most memory
 _PUTS = {"peers": "replicated", "storage": "persisted"}
 
@@ -253,6 +271,8 @@ def _describe_events(page: _Page, counters: Mapping[str, int]) -> None:
     for label, value, names in (
         *(("ckptd_digest_failures_total", *each) for each in _DIGEST_FAILURES.items()),
         *(("ckptd_persist_failures_total", *each) for each in _PERSIST_FAILURES.items()),
+        *(("ckptd_replica_comparisons_total", *each) for each in _COMPARISONS.items()),
+        *(("ckptd_step_audits_total", *each) for each in _AUDITS.items()),
     ):
         page.add(label, sum(counters.get(name, 0) for name in names), value)
     for name, count in counters.items():
@@ -279,7 +299,7 @@ def _describe_trainer(page: _Page, session: m.SessionStatus) -> None:
     page.add("ckptd_snapshots_total", found.get("snapshots", 0), *labels)
     page.add("ckptd_captured_bytes_total", found.get("captured_bytes", 0), *labels)
     page.add("ckptd_capture_bytes_per_second", found.get("capture_gb_per_s", 0) * 1e9, *labels)
-    for reason in _MISSING:
+    for reason in MISSING_COUNTERS:
         page.add("ckptd_snapshots_missing_total", found.get(reason, 0), *labels, reason)
     if buckets := buckets_in_metrics("stall", STALL_BOUNDS_S, found):
         total_s = found.get("stall_ms_sum", 0) / 1e3

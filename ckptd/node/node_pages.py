@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import socket
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.dash.dash_poll import SELDOM_S, DashMemory
-from ckptd.dash.dash_server import dash_site, is_loopback, page_url, view_page
+from ckptd.dash.dash_server import dash_site, is_loopback, page_url, read_token, view_page
 from ckptd.dash.dash_view import view_of
 from ckptd.dash.http_server import HttpServer, Page, Site, close_listener, listener_at, shown_address
 from ckptd.node.admin import NodeView
@@ -36,14 +35,14 @@ _FRESH_S = 1.0  # a page that is asked for again within this time is the same
 _SHARE = 0.05
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NO_EVENTS = 1 << 62  # no event has a higher number
-_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,}")
 
 
 class NodePages:
     """Serves at the addresses of the settings `metrics` and `dash`.
 
     Args:
-        group: its members may connect to a unix socket besides this user; None: nobody else.
+        group: its members may connect to a unix socket besides this user, unless the daemon keeps them apart:
+            pages show the jobs of all; None: nobody else.
         view: describes the node, with the events after one; called on the daemon's loop thread.
     Attributes:
         said: where each is, by the name of the setting, in words.
@@ -54,10 +53,11 @@ class NodePages:
     """
 
     def __init__(self, node: NodeContext, group: int | None, view: Callable[[int], NodeView]) -> None:
-        self._node, self._view_of, self._group = node, view, group
-        self._view: NodeView | None = None
+        self._node, self._view_of = node, view
+        self._isolated = node.config.isolate_users
+        self._group = None if self._isolated else group
+        self._describing: asyncio.Task[NodeView] | None = None
         self._until_s = self._seldom_due_s = 0.0
-        self._asking = asyncio.Lock()
         self._memory = DashMemory()
         self._made: dict[str, tuple[NodeView, Page]] = {}
         self.said: dict[str, str] = {}
@@ -65,11 +65,15 @@ class NodePages:
         self._listeners: list[socket.socket] = []
         try:
             sites = [*self._metrics_site(), *self._dash_site()]
-        except BaseException:
+            self.server = HttpServer("pages", sites)
+        except BaseException as error:
             for listener in self._listeners:
                 close_listener(listener)
+            if isinstance(error, OSError):
+                raise UnusableFolder(
+                    f"the server of metrics and of the page cannot start: {error}"
+                ) from error
             raise
-        self.server = HttpServer("pages", sites)
 
     def close(self) -> None:
         """Stop listening; requests in progress end without an answer."""
@@ -101,12 +105,13 @@ class NodePages:
             return await self._current("dash", self._dash_page)
 
         listener = self._listen("dash", self._node.config.dash)
-        if listener.family == socket.AF_UNIX or is_loopback(listener.getsockname()[0]):
+        unix = listener.family == socket.AF_UNIX
+        if unix or (is_loopback(listener.getsockname()[0]) and not self._isolated):
             token, needed = "", ""
         else:
             path = Path(self._node.config.runtime_dir) / "dash.token"
             token, needed = _token_in(path), f"; viewers add #viewer= and the token in {path}"
-        where = self.addresses["dash"] if listener.family == socket.AF_UNIX else page_url(listener)
+        where = self.addresses["dash"] if unix else page_url(listener)
         self.said["dash"] = f"the page is served at {where}{needed}"
         return [dash_site(listener, dash, token)]
 
@@ -140,13 +145,18 @@ class NodePages:
         return view_page(view_of(answers))
 
     async def _description(self) -> NodeView:
-        async with self._asking:
-            if self._view is None or time.monotonic() >= self._until_s:
-                since = self._memory.events_since(self._node.boot_id)
-                asked_s, asked = self._ask(since if self._node.config.dash else _NO_EVENTS)
-                self._view = await asyncio.wrap_future(asked)
-                self._until_s = time.monotonic() + max(_FRESH_S, asked_s[0] / _SHARE)
-            return self._view
+        """The newest one. All requests share it: one that is cancelled has it not made again for the next."""
+        made = self._describing
+        if made is None or (made.done() and time.monotonic() >= self._until_s):
+            made = self._describing = asyncio.create_task(self._describe())
+        return await asyncio.shield(made)
+
+    async def _describe(self) -> NodeView:
+        since = self._memory.events_since(self._node.boot_id)
+        asked_s, asked = self._ask(since if self._node.config.dash else _NO_EVENTS)
+        view = await asyncio.wrap_future(asked)
+        self._until_s = time.monotonic() + max(_FRESH_S, asked_s[0] / _SHARE)
+        return view
 
     def _ask(self, since: int) -> tuple[list[float], Future[NodeView]]:
         """Have the daemon's loop describe the node; and how long that took, once it is done."""
@@ -178,9 +188,8 @@ def _token_in(path: Path) -> str:
     try:
         with suppress(FileExistsError):
             new_private_file(path, secrets.token_urlsafe(24).encode())
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_token(path)
+    except OSError as error:
         raise UnusableFolder(f"the token of the page cannot be kept in {path}: {error}") from error
-    if not _TOKEN.fullmatch(token):
-        raise UnusableFolder(f"{path} holds no token (16 letters, digits, - or _, or more): remove it")
-    return token
+    except ValueError as error:
+        raise UnusableFolder(f"{error}; remove it for a new one") from error

@@ -25,6 +25,7 @@ from ckptd.peers.fabric import FabricWatch, QuietGate, make_fabric, static_peers
 from ckptd.peers.peer_link import Holder
 from ckptd.peers.peer_nodes import AskNode, Neighbours
 from ckptd.peers.peer_requests import PeerInbox, RunGuard
+from ckptd.peers.replica_audit import ReplicaAudit
 from ckptd.peers.replica_leases import HostWorkers
 from ckptd.peers.replica_server import Host, local_holdings
 from ckptd.peers.replica_store import ReplicaStore
@@ -63,6 +64,7 @@ class Peering:
         records: who takes part in each run, in files.
         replicas: other nodes' snapshots.
         quarantine: snapshots that no replay reproduces.
+        audit: compares the snapshots of ranks that should hold the same values.
 
     Raises:
         UnusableFolder: the peer listener cannot be opened, or its security is not configured.
@@ -76,10 +78,10 @@ class Peering:
         self.quarantine = Quarantine(
             store.folder,
             events,
-            segments=lambda job, run: (*store.all_of_run(job, run), *self.replicas.all_of_run(job, run)),
+            segments=self.segments_of,
             damaged=self._quarantined,
         )
-        self.records = RunRecords(store.folder, events)
+        self.records = RunRecords(store.folder, events, store.keep_file)
         self._quiet = QuietGate()
         inbox = PeerInbox(node, self._serve)
         self.fabric: Fabric | None = make_fabric(
@@ -111,6 +113,13 @@ class Peering:
             vouch=digests.want,
             static=self._static,
             note_epoch=self._note_epoch,
+        )
+        self.audit = ReplicaAudit(
+            node.node_id,
+            events,
+            members_of=self.runs.members_of,
+            epoch_of=self.runs.epoch_of,
+            link=self.neighbours.link,
         )
         self._updates = RecordUpdates(
             node.node_id,
@@ -281,6 +290,16 @@ class Peering:
     def _holds(self, job: str, run: str) -> bool:
         return bool(self._store.all_of_run(job, run) or self.replicas.all_of_run(job, run))
 
+    def write_again(self) -> None:
+        """Write the files of runs again: somebody has removed the folder of segments."""
+        self.records.write_again()
+        self.quarantine.write_again()
+
+    def concerns(self, job: str, run: str) -> bool:
+        """Whether anything of a run is here, or who takes part in it is known."""
+        here = self._holds(job, run) or bool(self.waits_for(job, run))
+        return here or bool(self.access.members(job, run))
+
     def _is_wanted(self, job: str, run: str) -> bool:
         """Whether the record of a run is kept: it has joined, or something of it is here."""
         return (job, run) in self.runs.by_name or self._holds(job, run)
@@ -291,6 +310,10 @@ class Peering:
     def fabric_counters(self) -> dict[str, int]:
         """Counters of the fabric; empty without a peer listener."""
         return {} if self._watch is None else self._watch.counters
+
+    def segments_of(self, job: str, run: str) -> tuple[Segment, ...]:
+        """Every segment of a run here, replicas included."""
+        return (*self._store.all_of_run(job, run), *self.replicas.all_of_run(job, run))
 
     def status(self) -> Peers:
         """Everything that `ckptctl peers` shows."""
@@ -305,6 +328,7 @@ class Peering:
             replicas=tuple(_hosted(segment) for segment in self.replicas.everything()),
             counters=self.fabric_counters,
             encryption="" if self.fabric is None else self.fabric.encryption,
+            compared=self.audit.status(),
         )
 
     # -- as time passes --------------------------------------------------------------------------
@@ -316,6 +340,7 @@ class Peering:
         guarded("quiet", lambda: self._quiet.watch(self._store))
         guarded("neighbours", lambda: self.neighbours.tick(now_s))
         self.runs.tick(now_s)
+        self.audit.keep(self.runs.by_name)
         if self.host is not None:
             guarded("replicas", partial(self.host.tick, now_s))
             guarded("recomputation", partial(self._recomputation.tick, now_s))
@@ -332,9 +357,9 @@ class Peering:
         self.runs.close()
         if self.fabric is not None:
             self.fabric.close()
+        self._recomputation.close()
         if self.host is not None:  # last: nothing touches its slots any more
             self.host.close()
-        self._recomputation.close()
         self._settlers.close(timeout_s=0.0)
         self._digesters.close(timeout_s=0.0)
 
@@ -390,6 +415,8 @@ class Peering:
         elif isinstance(message, p.Floor):
             self.runs.floor_message(peer, message)
             reply(p.PeerDone())
+        elif isinstance(message, p.TellDigests):
+            reply(self.audit.heard(peer, message))
         elif isinstance(message, p.TellRun):
             reply(self.runs.learn_from_member(peer, message.record))
         elif self.host is None or not self.host.serve(peer, message, reply):

@@ -1,4 +1,4 @@
-"""Traces of recoveries for OpenTelemetry: one trace a recovery, a span for each phase, over OTLP/HTTP.
+"""Traces of recoveries for OpenTelemetry: one trace a recovery, a span for each phase, over OTLP.
 
 All ranks of a recovery are in one trace, whichever node they are on: its id follows from job, run and epoch,
 so nothing is exchanged. The span of the whole recovery comes from rank 0's daemon, and its id follows, too.
@@ -17,10 +17,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 
@@ -42,13 +41,14 @@ class RecoveryTraces:
     """Sends what it is told in a thread of its own.
 
     Args:
-        endpoint: the URL for traces; "": OpenTelemetry's variables name it.
+        endpoint: the URL for traces, as of `traces_wanted`.
+    Raises:
+        ModuleNotFoundError: the exporter for it is not installed.
     """
 
     def __init__(self, node: NodeContext, endpoint: str) -> None:
         self._node = node
-        # Headers, certificates, compression and the timeout come from OpenTelemetry's variables.
-        self._exporter = OTLPSpanExporter(endpoint or None)
+        self._exporter = _exporter(endpoint)
         self._resource = Resource.create({"service.name": "ckptd", "ckptd.node": node.node_id})
         self._said = _LastWarning()
         self._queue: queue.Queue[ToldStart | None] = queue.Queue(_WAITING)
@@ -63,12 +63,16 @@ class RecoveryTraces:
         except queue.Full:
             self._node.events.count("otel.dropped")
 
-    def close(self) -> None:
-        """Send what is left, for a moment."""
+    def end(self) -> None:
+        """Begin the end: what is left is sent; never waits."""
         with suppress(queue.Full):
             self._queue.put_nowait(None)
+
+    def close(self) -> None:
+        """End; waits a moment for what is left."""
+        self.end()  # again: the queue may have been full
         self._thread.join(_LAST_S)
-        self._exporter.shutdown()  # type: ignore[no-untyped-call] # ends its retries
+        self._exporter.shutdown()  # ends its retries
         self._said.remove()
 
     # -- on the thread ---------------------------------------------------------------------------
@@ -99,6 +103,20 @@ class RecoveryTraces:
             logger.warning("a trace of a recovery was not sent (counter otel.failed): %s", why)
         self._failing = failed
         self._node.post(lambda: self._node.events.count("otel.failed" if failed else "otel.sent", len(told)))
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    """Headers, certificates, compression and the timeout come from OpenTelemetry's variables."""
+    if not endpoint.startswith("grpc"):
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
+
+        return over_http.OTLPSpanExporter(endpoint or None)
+    from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
+
+    scheme, _, address = endpoint.partition("://")
+    if not address:
+        return over_grpc.OTLPSpanExporter()
+    return over_grpc.OTLPSpanExporter(f"{'https' if scheme == 'grpcs' else 'http'}://{address}")
 
 
 class _LastWarning(logging.Handler):

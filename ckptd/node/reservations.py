@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
-from ckptd.core.durable_experts import slots_with_old_copies
+from ckptd.core.durable_experts import have_gaps, slots_with_old_copies
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.sessions import AttachWish, RankKey, TrainerSession
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
@@ -232,9 +231,8 @@ def _slots_for(pieces: Sequence[m.FetchPiece], descriptor: SegmentDescriptor) ->
     until a whole window is there.
     """
     headers = [unpack_slot_header(piece.header) for piece in pieces]
-    sequences = sorted(header.sequence for header in headers if header is not None)
-    gaps = any(after != before + 1 for before, after in pairwise(sequences))
-    if gaps and policy_of(descriptor) == PolicyKind.PARTIAL:
+    images = sorted((header.iteration, header.sequence) for header in headers if header is not None)
+    if have_gaps(images) and policy_of(descriptor) == PolicyKind.PARTIAL:
         return max(len(pieces) + 2, slots_with_old_copies(descriptor.window))
     return len(pieces) + 2
 

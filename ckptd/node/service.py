@@ -110,9 +110,9 @@ class Service:
             m.GetDurableWorlds: lambda message, _: self._store_restore.look(message),
             m.BringStored: lambda message, _: self._store_restore.restore(message),
             m.Park: self._park,
-            m.Forget: self._forget,
             m.StepAside: self._step_aside,
             m.Unquarantine: lambda message, _: admin.unquarantine(message),
+            m.TellAudit: lambda message, _: admin.audits.tell(message, self._clock()),
             m.AdmitNodes: self._admit_nodes,
         }
 
@@ -135,7 +135,7 @@ class Service:
         if session is not None:
             session.last_seen_s = self._clock()
         serve = self._handler(identity, message, session, user)
-        answered = self._counted(identity, message, self._narrowed(user, answer))
+        answered = self._counted(identity, message, self._narrowed(user, message, answer))
         if answered is None:
             text = f"{_MAX_UNANSWERED} requests of this connection are not answered yet"
             answer(m.Refused(RefusalCode.BUSY, text, "wait for the answers"))
@@ -144,8 +144,8 @@ class Service:
         if reply is not None:
             answered(reply)
 
-    def _narrowed(self, user: int | None, answer: Answer) -> Answer:
-        return lambda reply: answer(self._users.narrowed(user, reply))
+    def _narrowed(self, user: int | None, message: m.Message, answer: Answer) -> Answer:
+        return lambda reply: answer(self._users.narrowed(user, message, reply))
 
     def _handler(
         self, identity: bytes, message: m.Message, session: TrainerSession | None, user: int | None
@@ -156,6 +156,8 @@ class Service:
             return lambda _: self.trainers.attach(identity, message, user)
         if isinstance(message, m.GetEvents):
             return lambda _: self._admin.events(message, self._users.sees(user))
+        if isinstance(message, m.Forget):
+            return lambda _: self._forget(message, user)
         if isinstance(message, m.Ping):
             return lambda _: self._ping(session)
         if (of_anybody := self._of_anybody.get(kind)) is not None:
@@ -299,14 +301,18 @@ class Service:
         return self._elastic.seen(message.job, message.run, self._clock())
 
     def _admit_nodes(self, message: m.AdmitNodes, _: Answer) -> m.Reply:
+        if not self._peering.concerns(message.job, message.run):
+            text = f"nothing of {message.job}/{message.run} is here, and this node knows no member of it"
+            return m.Refused(RefusalCode.NOT_FOUND, text)
         self._peering.access.admit(message.job, message.run, message.nodes, now_s=self._clock())
         names = ", ".join(message.nodes)
         return m.Done(f"{names} may act on {message.job}/{message.run} for an hour")
 
-    def _forget(self, message: m.Forget, _: Answer) -> m.Reply:
-        reply = self._admin.forget(message)
+    def _forget(self, message: m.Forget, user: int | None) -> m.Reply:
+        reply = self._admin.forget(message, self._users.sees(user))
         if isinstance(reply, m.Done):
             self._elastic.forget(message.job, message.run)
+            self._admin.audits.forget(message.job, message.run)
             self.trainers.failures.forget(message.job, message.run)
         return reply
 

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _BATCH = 256  # messages served before looking at anything else
 _QUEUE = 1024  # messages kept per client that does not read
 _BACKLOG = 1024  # connections that wait to be accepted; further clients have to try again
+_MAX_MEMBERS = 4096  # connections that are remembered as members'; the least recent one is forgotten first
 _GARBAGE_LOG_S = 10.0
 _OF_USERS = (RefusalCode.NOT_MEMBER, RefusalCode.FOREIGN)  # reported as events, at a bounded rate
 
@@ -50,6 +52,7 @@ class TrainerSocket:
         self._door: LocalDoor | None = None
         self._refusals = RefusalLog(FabricCounters(), self._turned_away)
         self._of_users = RefusalLog(FabricCounters(), partial(node.events.add, "warning", "user_refused"))
+        self._members: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # process and user, by identity
         self._garbage_logged_s = float("-inf")
 
     @property
@@ -127,23 +130,43 @@ class TrainerSocket:
                 self._garbage(identity, error)
                 continue
             fd = fd_of_frame(frames[-1])
-            if not self._may_speak(fd, process, user):
+            if not self._may_speak(identity, fd, process, user):
                 self._answer(identity, envelope.id, self._no_member(process, user))
                 continue
             self._door.heard(fd, process)
             self._handle(identity, envelope.id, message, process, user)
 
-    def _may_speak(self, fd: int, process: int, user: int) -> bool:
+    def _may_speak(self, identity: bytes, fd: int, process: int, user: int) -> bool:
         """Whether this user may be a trainer: as the kernel says for this connection."""
         if user in own_users() or (user < 0 and not self._node.config.isolate_users):
             return True
-        # In a user namespace the kernel gives all users without a number here the same one.
-        if self._group is None or (user == OVERFLOW_UID and self._node.config.isolate_users):
+        if self._group is None or self._is_unmapped(user):
             return False
-        assert self._door is not None
-        return self._group in self._door.groups_of(fd, process, user)
+        # The kernel is asked once: a trainer's last messages may be read after its descriptor is closed.
+        if self._members.get(identity) != (process, user):
+            assert self._door is not None
+            if self._group not in self._door.groups_of(fd, process, user):
+                return False
+            self._members[identity] = process, user
+        self._members.move_to_end(identity)
+        if len(self._members) > _MAX_MEMBERS:
+            self._members.popitem(last=False)
+        return True
+
+    def _is_unmapped(self, user: int) -> bool:
+        """Whether users are kept apart, but this one cannot be told from others: the kernel gives all users
+        without a number in this user namespace the same one.
+        """
+        return user == OVERFLOW_UID and self._node.config.isolate_users
 
     def _no_member(self, process: int, user: int) -> Refused:
+        if self._is_unmapped(user):
+            return Refused(
+                RefusalCode.NOT_MEMBER,
+                f"the user of process {process} has no number of its own in the user namespace of this "
+                f"daemon (the kernel says {user}, as for all such users), and isolate_users needs one",
+                "run the process as a user that has a number there (/proc/<pid of the daemon>/uid_map)",
+            )
         who = f"user {user_name(user)}" if user >= 0 else "an unknown user"
         group = f"group {self._group} (trainer_group)" if self._group is not None else "any trainer_group"
         text = f"process {process} of {who} is not in {group}"

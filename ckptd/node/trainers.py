@@ -57,7 +57,11 @@ class PidWatcher(Protocol):
     """Reports the ends of processes."""
 
     def watch(self, pid: int, ended: Callable[[], None]) -> bool:
-        """Call ``ended`` once when the process ends; false if it cannot be watched."""
+        """Call ``ended`` once when the process ends; false if it cannot be watched.
+
+        Raises:
+            ProcessLookupError: it has ended already.
+        """
 
     def has_ended(self, pid: int) -> bool:
         """Whether a watched process has ended, even if ``ended`` was not called yet."""
@@ -78,7 +82,9 @@ class PidfdWatcher:
         if pid not in self._by_pid:
             try:
                 fd = os.pidfd_open(pid)
-            except OSError as error:  # gone already, another namespace, or an old kernel
+            except ProcessLookupError:
+                raise
+            except OSError as error:  # an old kernel, or no descriptor is left
                 logger.info("process %d cannot be watched: %s", pid, error)
                 return False
             self._by_pid[pid] = fd
@@ -164,6 +170,10 @@ class Trainers:
             settings=given_settings(self._node.config),
         )
 
+    def write_again(self) -> None:
+        """Write down who owns which rank again: somebody has removed the folder of segments."""
+        self._owners.write_again()
+
     def attach(self, identity: bytes, message: m.Attach, user: int | None = None) -> m.Reply:
         """Admit a trainer of this user as its rank, or refuse it with a reason."""
         hello, process = self._hellos.get(identity, (None, -1))
@@ -208,8 +218,6 @@ class Trainers:
         if isinstance(decision, Rejected):
             self._events.add("warning", f"refused.{decision.code}", decision.message, key)
             return m.Refused(decision.code, decision.message, decision.hint)
-        if owner is not None:
-            self.sessions.remove(owner)  # the same process, on a new connection
         return self._admit(identity, hello, process, wish, decision, owner, user)
 
     def _admit(
@@ -222,9 +230,6 @@ class Trainers:
         before: TrainerSession | None,
         user: int | None,
     ) -> m.Reply:
-        previous = self.sessions.of_identity(identity)
-        if previous is not None:
-            self.sessions.remove(previous)
         now_s = self._clock()
         # The process's own statement counts only if the kernel does not name the process.
         pid = process if process > 0 else hello.pid
@@ -232,9 +237,18 @@ class Trainers:
         session = TrainerSession(
             identity, pid, wish.key, wish, now_s, now_s, "owner-lock", writer_pid=hello.pid, user=user
         )
+        try:
+            if visible and self._watcher.watch(pid, partial(self._process_ended, session)):
+                session.watched_by = "pidfd"
+        except ProcessLookupError:  # nothing would tell its end, and it would keep the rank
+            text = f"process {pid} has ended before its request to be {wish.key} was read"
+            self._events.add("warning", f"refused.{RefusalCode.NO_SESSION}", text, wish.key)
+            return m.Refused(RefusalCode.NO_SESSION, text, "")
         self.park_events.begun(session, before)
-        if visible and self._watcher.watch(pid, partial(self._process_ended, session)):
-            session.watched_by = "pidfd"
+        # What this connection was before, and this process on another one.
+        for other in (self.sessions.of_identity(identity), before):
+            if other is not None:
+                self.sessions.remove(other)
         self.sessions.add(session)
         live = {s.key for s in self.sessions}
         live |= {s.key for s in self._store.everything() if s.owned()}
@@ -370,6 +384,11 @@ class OwnerTokens:
         self._known = {known: kept for known, kept in self._known.items() if known in live}
         self._known[key] = digest
         return self._write()
+
+    def write_again(self) -> None:
+        """Write the file again: somebody has removed its folder. Raises nothing."""
+        if self._known:
+            self._write()
 
     def remove(self, key: RankKey) -> None:
         if self._known.pop(key, None) is not None:

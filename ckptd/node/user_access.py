@@ -70,6 +70,7 @@ RULES: dict[type, Rule] = {
             m.AdmitNodes,
             m.Forget,
             m.Unquarantine,
+            m.TellAudit,
         ),
         Rule.OWNER,
     ),
@@ -105,17 +106,17 @@ class UserAccess:
         if session is not None and session.user != user:
             text = f"this connection is the trainer of {session.key}, of another user"
             return m.Refused(RefusalCode.FOREIGN, text, "connect anew")
-        # A message that is no request has no rule, and is refused as such.
-        match RULES.get(type(message), Rule.ANYBODY):
-            case Rule.OWNER:
-                return self._not_owned(user, message)
-            case Rule.OPERATOR:
-                what = f"{type(message).__name__} is for the operator of this daemon"
-                return m.Refused(
-                    RefusalCode.FOREIGN,
-                    f"{what}, not for user {user_name(user)}",
-                    f"run it as root or as {user_name(os.geteuid())}",
-                )
+        rule = RULES.get(type(message))
+        if rule is Rule.OWNER:
+            return self._not_owned(user, message)
+        # A reply has no rule; it is refused because nobody serves it.
+        if rule is Rule.OPERATOR or (rule is None and isinstance(message, m.Request | m.OneWay)):
+            what = f"{type(message).__name__} is for the operator of this daemon"
+            return m.Refused(
+                RefusalCode.FOREIGN,
+                f"{what}, not for user {user_name(user)}",
+                f"run it as root or as {user_name(os.geteuid())}",
+            )
         return None
 
     def _not_owned(self, user: int, message: Any) -> m.Refused | None:
@@ -136,9 +137,13 @@ class UserAccess:
             return lambda _: True
         return lambda job: owner_of(job) == user
 
-    def narrowed(self, user: int | None, reply: m.Reply) -> m.Reply:
-        """The part of an answer that this user may see."""
-        if self.is_operator(user):
+    def narrowed(self, user: int | None, message: m.Message, reply: m.Reply) -> m.Reply:
+        """The part of the answer to this message that the user may see.
+
+        Raises:
+            TypeError: the answer is about all runs, and nothing here cuts it.
+        """
+        if self.is_operator(user) or RULES.get(type(message)) is not Rule.NARROWED:
             return reply
         sees = self.sees(user)
 
@@ -149,19 +154,25 @@ class UserAccess:
         match reply:
             case m.Status():
                 changes = {"sessions": own(reply.sessions), "segments": own(reply.segments)}
+                changes["audits"] = own(reply.audits)
                 changes["users"] = tuple(one for one in reply.users if one.user == user)
                 if reply.durable is not None:
                     ranks = own(reply.durable.ranks)
                     changes["durable"] = msgspec.structs.replace(reply.durable, ranks=ranks)
             case m.Peers():
                 changes = {"ranks": own(reply.ranks), "replicas": own(reply.replicas)}
+                changes["compared"] = own(reply.compared)
             case m.Snapshots():
                 changes = {"ranks": own(reply.ranks), "replays": own(reply.replays)}
             case m.Events():
                 changes = {"events": own(reply.events)}
             case m.SeenElastic():
                 changes = {"told": own(reply.told)}
-        return msgspec.structs.replace(reply, **changes) if changes else reply
+            case m.Refused():
+                return reply
+            case _:
+                raise TypeError(f"{type(reply).__name__} cannot be cut to what a user may see")
+        return msgspec.structs.replace(reply, **changes)
 
 
 def _own_part(job: str) -> str:

@@ -75,7 +75,7 @@ class PeerInbox:
 _EVENT_EVERY_S = 60.0
 _MAX_REPORTED = 4096  # peers and runs with a recent event
 
-_Guarded = GetHoldings | p.OpenReplica | p.OpenRead | p.GetDescriptor | p.DoubtSlot | p.Floor
+_Guarded = GetHoldings | p.OpenReplica | p.OpenRead | p.GetDescriptor | p.DoubtSlot | p.Floor | p.TellDigests
 
 
 class RunGuard:

@@ -97,6 +97,15 @@ class RunDirectory:
         rank = None if found is None else found.ranks.get(key.rank)
         return -1 if rank is None else rank.core.recoverable_up_to
 
+    def members_of(self, job: str, run: str) -> tuple[Member, ...]:
+        """The nodes of a run, with their ranks; empty if it has no rank here."""
+        found = self.by_name.get((job, run))
+        return () if found is None else tuple(found.members)
+
+    def epoch_of(self, job: str, run: str) -> int:
+        """The epoch that a rank of this node has joined; -1: none has."""
+        return self.promise_of(job, run)[0]
+
     def nodes(self) -> set[str]:
         """The configured nodes, and those that take part in a run of this node."""
         members = (member.card.node for run in self.by_name.values() for member in run.members)

@@ -11,6 +11,8 @@ to the daemon's loop thread.
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from ckptd.core.slots.segment_format import check_name
+from ckptd.core.slots.segment_format import RECORD_ENDS, check_name
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
@@ -30,13 +32,15 @@ __all__ = ["RunRecords", "decode_record", "encode_record"]
 
 RECORD_MAGIC = b"CKPTDRUN"
 RECORD_VERSION = 1
-RECORD_ENDS = ".run"
+
+logger = logging.getLogger(__name__)
 
 _FRONT = struct.Struct("<8sII")
 _DIGEST = struct.Struct("<Q")
 _MAX_BYTES = 1 << 28
 _MAX_EPOCHS = 256  # more recoveries ago than any snapshot in memory is old
 _MAX_RECORDS = 4096
+_MAX_KEPT = 256  # a quarter of what our units let systemd keep
 
 RunName = tuple[str, str]  # job, run
 Epochs = tuple[tuple[int, int, int], ...]
@@ -45,12 +49,16 @@ Epochs = tuple[tuple[int, int, int], ...]
 class RunRecords:
     """Records by run; a method that changes one writes its file before it returns.
 
+    Args:
+        keep: has a file kept beyond this process by its name and descriptor; None: not any more.
     Raises:
         OSError: from every method that writes: the filesystem is full, or gone. Nothing has changed then.
     """
 
-    def __init__(self, folder: Path, events: EventLog) -> None:
-        self._folder, self._events = folder, events
+    def __init__(
+        self, folder: Path, events: EventLog, keep: Callable[[str, int | None], None] = lambda *_: None
+    ) -> None:
+        self._folder, self._events, self._keep = folder, events, keep
         self._flushed = not is_in_memory(filesystem_kind(folder))
         self._records: dict[RunName, RunRecord] = {}
         self._wanted_s: dict[RunName, float] = {}  # when something of the run was here last
@@ -77,6 +85,16 @@ class RunRecords:
                 self._lost(job, run, f"{aside.name} is put aside: {error}")
             else:
                 self._records[job, run] = record
+                self._kept(path)
+
+    def write_again(self) -> None:
+        """Write all files again: somebody has removed their folder. Raises nothing."""
+        for record in self:
+            try:
+                self._write(record)
+            except OSError as error:
+                text = f"who takes part in {record.job}/{record.run} cannot be written again: {error}"
+                self._events.add("error", "bad_run_record", f"{text}; the next daemon will not know it")
 
     def joined(self, job: str, run: str, message: Join) -> None:
         """A local rank says who takes part from now on."""
@@ -180,11 +198,25 @@ class RunRecords:
         path = self._path(record.job, record.run)
         replace_private_file(path, encode_record(record), synced=self._flushed)
         self._records[record.job, record.run] = record
+        self._kept(path)
+
+    def _kept(self, path: Path) -> None:
+        if len(self._records) > _MAX_KEPT:
+            return
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:  # the file is there all the same
+            logger.warning("%s is not kept beyond this process: %s", path.name, error)
+            return
+        self._keep(path.name, fd)
+        os.close(fd)
 
     def _remove(self, name: RunName) -> None:
         self._records.pop(name, None)
         self._wanted_s.pop(name, None)
-        self._path(*name).unlink(missing_ok=True)
+        path = self._path(*name)
+        self._keep(path.name, None)
+        path.unlink(missing_ok=True)
 
     def _path(self, job: str, run: str) -> Path:
         return self._folder / f"{check_name(job, 'job')}~{check_name(run, 'run')}{RECORD_ENDS}"

@@ -135,6 +135,11 @@ class _Grant:
     region: RegionKey
     offer: GradientOffer | None = None  # that the peer has accepted
 
+    @property
+    def pieces(self) -> tuple[tuple[int, memoryview], ...]:
+        """What to put instead of the image; empty: the image."""
+        return () if self.offer is None else self.offer.pieces
+
 
 @dataclass(slots=True)
 class _Sending:
@@ -388,10 +393,11 @@ class RankReplication:
             sending.ended = completion
             self._put_over(node, key, sending)
 
-        if grant.offer is None:
-            put: Transfer | PutOfPieces = link.put(image, grant.region, deadline_s=deadline_s, done=done)
+        put: Transfer | PutOfPieces
+        if grant.pieces:
+            put = PutOfPieces(link, grant.region, grant.pieces, deadline_s=deadline_s, done=done)
         else:
-            put = PutOfPieces(link, grant.region, grant.offer.pieces, deadline_s=deadline_s, done=done)
+            put = link.put(image, grant.region, deadline_s=deadline_s, done=done)
         self._transfers[node, key] = put
         self._vouch(held.segment, held.index, header, vouched)
 
@@ -426,7 +432,7 @@ class RankReplication:
 
         def sealed(_: p.PeerDone) -> None:
             self._granted.discard((node, grant.ticket))
-            if grant.offer is not None:
+            if grant.offer is not None and grant.pieces:
                 self._offers.accepted(node)
                 self._node.events.count("gradient_puts")
                 self._node.events.count("gradient_put_bytes", grant.offer.put_bytes)
@@ -434,12 +440,12 @@ class RankReplication:
 
         def refused(code: str, reason: str) -> None:
             self._give_back(node, grant.ticket)  # it may not know that the put has ended
-            if code == "recompute":
+            if grant.pieces:  # whatever it is: a peer that computes too slowly does not answer in time
                 self._goes_whole(node, key, self._offers.failed(node, key, reason))
             self.feed(SealRefused(node, key, code, reason))
 
         link.ask(
-            p.SealSlot(grant.ticket, sending.digest, grant.offer is not None),
+            p.SealSlot(grant.ticket, sending.digest, bool(grant.pieces)),
             p.PeerDone,
             sealed,
             refused,

@@ -393,7 +393,7 @@ class WriteGrants:
         if ticket is None or recomputation is None:
             answer(p.PeerRefused("unknown", "the replica is gone: open it again"))
             return
-        segment, image_len = ticket.loan.segment, ticket.header.image_len
+        segment = ticket.loan.segment
         base = segment.header(ticket.base)
         if base is None:
             self._not_computed(number, answer, "the header of its base is damaged")
@@ -403,7 +403,7 @@ class WriteGrants:
             segment.geometry.slot_bytes,
             _place(segment, ticket.base, base),
             _place(segment, ticket.loan.index, ticket.header),
-            timeout_s=self._deadline_s + image_len / SLOWEST_BYTES_PER_S,
+            timeout_s=self._deadline_s,  # the sender waits for twice as long, then sends the image
             done=partial(self._computed, number, answer),
             failed=partial(self._not_computed, number, answer),
         )
@@ -413,8 +413,10 @@ class WriteGrants:
         self._verify(number, answer)
 
     def _not_computed(self, number: int, answer: AnswerPeer, reason: str) -> None:
-        if number in self._tickets:
-            self._end(number, SlotState.FREE)
+        if number not in self._tickets:
+            answer(p.PeerRefused("unknown", "the replica is gone: open it again"))
+            return
+        self._end(number, SlotState.FREE)
         self._host.node.events.count("replica.not_recomputed")
         answer(p.PeerRefused("recompute", reason))
 

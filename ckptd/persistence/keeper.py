@@ -169,7 +169,9 @@ class Keeper:
         hold = self._files.hold(message.path, message.index, message.snapshot)
         with run.turn(message.snapshot.iteration), hold as slot:
             self._pacer.wait()
-            plan = rank.plan(message.checkpoint, slot, lambda: self._files.newest(message.newest))
+            plan = rank.plan(
+                message.checkpoint, lambda: self._files.of_checkpoint(message.newest, message.another)
+            )
             done = rank.put(message.snapshot, slot, newer, plan)
             self._pacer.spend(done.uploaded_bytes)
         self._files.forget_removed()

@@ -125,7 +125,7 @@ class StoreSlot(Struct, frozen=True, tag=True):
     ``newer``: what these snapshots have, too, may be left out (`ckptd.storage.reduced_image`).
     ``checkpoint``: of partial snapshots, all of the same checkpoint, oldest first, each with its phase: what
     the last checkpoint has of experts may stay (`ckptd.core.durable_experts`). ``newest``: the last of them,
-    if its slot is held.
+    if its slot is held. ``another``: an older one whose slot is held, if there is one.
     """
 
     id: int
@@ -136,6 +136,7 @@ class StoreSlot(Struct, frozen=True, tag=True):
     newer: tuple[SlotPlace, ...] = ()
     checkpoint: tuple[tuple[SnapshotId, int], ...] = ()
     newest: SlotPlace | None = None
+    another: SlotPlace | None = None
 
 
 class CommitRank(Struct, frozen=True, tag=True):

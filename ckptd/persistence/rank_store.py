@@ -116,16 +116,28 @@ class SlotFiles:
                 kept,
             )
 
-    def newest(self, place: SlotPlace | None) -> NewestSnapshot | None:
-        """What the newest snapshot of a checkpoint says of durable experts; None: store all of them."""
-        if place is None:
+    def of_checkpoint(
+        self, newest: SlotPlace | None, another: SlotPlace | None
+    ) -> tuple[NewestSnapshot, NewerSnapshots] | None:
+        """What the newest snapshot of a checkpoint says of durable experts, and what another one has; None:
+        store all experts.
+        """
+        if newest is None or another is None:
             return None
         try:
-            with self.hold(place.path, place.index, place.snapshot) as slot:
-                return read_newest(slot.image, slot.header, slot.descriptor, slot.num_slots)
-        except SlotLost as error:
-            logger.warning("all experts of a checkpoint are stored: %s", error)
-            return None
+            with self.hold(newest.path, newest.index, newest.snapshot) as slot:
+                says = read_newest(slot.image, slot.header, slot.descriptor, slot.num_slots)
+            if says is None:
+                return None
+            has = NewerSnapshots()
+            with self.hold(another.path, another.index, another.snapshot) as slot:
+                if _add_readable(has, slot):
+                    return says, has
+            reason = f"the header of iteration {another.snapshot.iteration} is damaged in memory"
+        except (SlotLost, ImageError) as error:
+            reason = str(error)
+        logger.warning("all experts of checkpoint %d are stored: %s", newest.snapshot.iteration, reason)
+        return None
 
     def newer(self, places: Iterable[SlotPlace]) -> NewerSnapshots:
         """What these snapshots have; of one whose slot is lost, nothing."""
@@ -298,14 +310,15 @@ class RankStore:
     def plan(
         self,
         checkpoint: Sequence[tuple[SnapshotId, int]],
-        slot: LockedSlot,
-        newest: Callable[[], NewestSnapshot | None],
+        read: Callable[[], tuple[NewestSnapshot, NewerSnapshots] | None],
     ) -> DurablePlan | None:
         """Which experts this checkpoint stores; None: all of them.
 
+        All ranks must choose the same, so nothing depends on which of its snapshots is stored first.
+
         Args:
-            checkpoint: its snapshots with their phases, oldest first; ``slot`` holds one of them.
-            newest: reads the last one.
+            checkpoint: its snapshots with their phases, oldest first.
+            read: see `SlotFiles.of_checkpoint`.
         Raises:
             StoreError: whether all ranks have the last checkpoint is not known.
         """
@@ -316,22 +329,19 @@ class RankStore:
             if key not in self._plans:
                 while len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                self._plans[key] = self._planned(checkpoint, slot, newest)
+                self._plans[key] = self._planned(checkpoint, read)
             planned = self._plans[key]
         return None if planned is None else planned.plan
 
     def _planned(
         self,
         checkpoint: Sequence[tuple[SnapshotId, int]],
-        slot: LockedSlot,
-        newest: Callable[[], NewestSnapshot | None],
+        read: Callable[[], tuple[NewestSnapshot, NewerSnapshots] | None],
     ) -> _Planned | None:
-        end, another = checkpoint[-1][0].iteration, NewerSnapshots()
-        if slot.header.iteration == end or not _add_readable(another, slot):
+        found = read()
+        if found is None:
             return None
-        says = newest()
-        if says is None:
-            return None
+        says, another = found
         last = self._last_committed()
         if self._all_experts_for:
             self._all_experts_for -= 1
@@ -343,7 +353,7 @@ class RankStore:
         if choice is None:
             return None
         kept = [each for name, each in last.kept.items() if name[0] in choice.kept]
-        return _Planned(DurablePlan(choice, says, end, another), kept)
+        return _Planned(DurablePlan(choice, says, now[-1].iteration, another), kept)
 
     def _last_committed(self) -> _Written | None:
         """The last checkpoint that all ranks have: ranks that go by others would choose differently."""
@@ -376,7 +386,7 @@ class RankStore:
         newer = newer or NewerSnapshots()
         header = slot.header
         if plan is not None and not plan.stores(header.iteration):
-            return Uploaded(header.image_len, 0, for_later=False)
+            return Uploaded(0, 0, for_later=False)
         is_bare = plan is not None and plan.stores_bare(header.iteration)
         with self._lock:
             known = self._since.get(name) or self._base.get(name)

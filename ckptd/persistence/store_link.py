@@ -23,8 +23,9 @@ import xxhash
 
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.segment_format import decode_descriptor
+from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.errors import SegmentError
-from ckptd.holdings import operators_id
+from ckptd.holdings import operators_id, policy_of
 from ckptd.memory.segment_file import Segment
 from ckptd.node_context import Post
 from ckptd.persistence import keeper_wire as w
@@ -221,6 +222,7 @@ class StoreLink:
             slot_bytes=stored.slot_bytes,
             num_slots=stored.num_slots,
             slots=tuple(HeldSlot(i, header, anchors) for i, (header, anchors) in enumerate(pairs)),
+            partial=policy_of(descriptor) == PolicyKind.PARTIAL,
         )
 
     def _reply(self, message: Any) -> Any:

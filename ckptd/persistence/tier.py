@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from ckptd.config.settings import DaemonConfig, parse_bytes
@@ -73,7 +74,7 @@ class RankPersistence:
         self._waiting: deque[Event] = deque()
         self._feeding = False
         self._opened = self._opening = self._refused = self._closed = self._flush = False
-        self._open_failed = False
+        self._open_trouble = ""  # why the store cannot be opened
         self._open_at_s = 0.0
         self._seen: tuple[int, float] | None = None  # newest iteration, when: for the speed of training
         self._had_segments = False
@@ -83,7 +84,8 @@ class RankPersistence:
         self._world_size = world_size
         if (epoch, epoch_start) != (self._epoch, self._epoch_start):
             self._epoch, self._epoch_start = epoch, epoch_start
-            self._opened = self._refused = self._open_failed = self._flush = False
+            self._opened = self._refused = self._flush = False
+            self._open_trouble = ""
             self._seen = None
             self._open()
         self._feed_epoch()
@@ -141,7 +143,8 @@ class RankPersistence:
             self._fence(message.reason)
 
     def state(self) -> PersistState:
-        return self.core.state()
+        state = self.core.state()
+        return replace(state, reason=self._open_trouble) if self._open_trouble else state
 
     @property
     def over(self) -> bool:
@@ -151,7 +154,7 @@ class RankPersistence:
     @property
     def idle(self) -> bool:
         """Whether nothing is being persisted, or can be."""
-        if self._refused or self._open_failed:
+        if self._refused or self._open_trouble:
             return True
         return self.core.idle and not self._flush
 
@@ -184,7 +187,7 @@ class RankPersistence:
         self._child.ask(message, partial(self._was_opened, epoch), partial(self._not_opened, epoch))
 
     def _was_opened(self, epoch: int, reply: w.RunOpened) -> None:
-        self._opening = self._open_failed = False
+        self._opening, self._open_trouble = False, ""
         if epoch != self._epoch:
             self._open()
             return
@@ -202,13 +205,17 @@ class RankPersistence:
         elif code == w.FailureCode.FENCED:
             self._fence(reason)
         else:
-            self._open_failed = True
-            text = f"nothing of {self.key} is made durable: {reason}; trying again"
-            self._events.add("warning", f"persist.{code}", text, self.key)
+            self._events.count("persist_not_opened")
+            trouble = reason or code
+            if trouble != self._open_trouble:
+                text = f"nothing of {self.key} is made durable: {trouble}; trying again"
+                self._events.add("warning", f"persist.{code}", text, self.key)
+            self._open_trouble = trouble
 
     def _fence(self, reason: str) -> None:
         """Another job uses our names: store nothing until the rank joins another epoch."""
         self._opened, self._refused, self._flush = False, True, False
+        self._open_trouble = ""  # the core tells the reason
         self.feed(Fenced(reason))
 
     def _feed_epoch(self) -> None:
@@ -273,17 +280,18 @@ class RankPersistence:
 
     def _checkpoint_of(
         self, held: HeldSnapshot, effect: Store
-    ) -> tuple[tuple[tuple[w.SnapshotId, int], ...], w.SlotPlace | None]:
-        """Of partial snapshots, all of the checkpoint, and where the newest one is."""
+    ) -> tuple[tuple[tuple[w.SnapshotId, int], ...], w.SlotPlace | None, w.SlotPlace | None]:
+        """Of partial snapshots, all of the checkpoint, and where the newest one and another one are."""
         if policy_of(held.segment.descriptor) != PolicyKind.PARTIAL or not effect.checkpoint:
-            return (), None
-        last = effect.checkpoint[-1][0]
-        newest = self._holds.get(last)
-        return tuple([(w.SnapshotId(*each), phase) for each, phase in effect.checkpoint]), (
-            None
-            if newest is None
-            else w.SlotPlace(w.SnapshotId(*last), str(newest.segment.path), newest.index)
-        )
+            return (), None, None
+        checkpoint = tuple([(w.SnapshotId(*key), phase) for key, phase in effect.checkpoint])
+        *older, newest = [self._place_of(key) for key, _ in effect.checkpoint]
+        return checkpoint, newest, next((place for place in older if place is not None), None)
+
+    def _place_of(self, key: SnapshotKey) -> w.SlotPlace | None:
+        """Where a snapshot is, if its slot is held."""
+        held = self._holds.get(key)
+        return None if held is None else w.SlotPlace(w.SnapshotId(*key), str(held.segment.path), held.index)
 
     def _ask_to_commit(self, effect: Commit) -> None:
         last, epoch = effect.keys[-1], self._epoch

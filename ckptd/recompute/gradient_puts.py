@@ -3,7 +3,9 @@
 A snapshot whose slot has gradients behind the image is offered with them. A peer that has the snapshot
 before gets the gradients and what does not follow from them; any other gets the image. A peer that could
 not compute a snapshot gets that one whole at once, and is offered gradients again after 2, 4, 8, …
-snapshots: other kernels, or an optimizer that is not known there, do not go away by themselves.
+snapshots: other kernels, or an optimizer that is not known there, do not go away by themselves. One that
+only declines is offered the next ones, too, but after the first time not all of them: a gap is over soon, a
+node without torch stays one. What goes is packed once a peer takes it.
 """
 
 from __future__ import annotations
@@ -11,41 +13,65 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from ckptd.core.slots.segment_format import SlotHeader, slot_view
 from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.gradient_block import pack_pieces, read_block
+from ckptd.storage.gradient_block import GradientBlock, pack_pieces, read_block
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey, Transfer
 
 __all__ = ["GradientOffer", "GradientOffers", "PieceLink", "PutOfPieces"]
 
-_LEFT_OUT_MAX = 1024
+_LEFT_OUT_MAX = 1024  # after failures
+_DECLINED_MAX = 4  # 15 snapshots
 
 
-@dataclass(frozen=True, slots=True)
 class GradientOffer:
-    """The gradients of one slot: the iteration that they continue, and what to put where in the peer's
-    slot.
+    """The gradients of one slot.
+
+    Attributes:
+        base: the iteration that they continue.
+        bytes_behind: for which a peer needs room behind the image: the rest of the slot, at most.
     """
 
-    base: int
-    bytes_behind: int
-    pieces: tuple[tuple[int, memoryview], ...]
+    def __init__(self, slot: memoryview, image_len: int, block: GradientBlock) -> None:
+        self._slot, self._image_len, self._block = slot, image_len, block
+        self.base, self.bytes_behind = block.record.base, len(slot) - image_len
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, memoryview], ...]:
+        """What to put where in the peer's slot; empty: the image, which takes fewer bytes.
+
+        They are made when they are asked for first, while the slot is held.
+        """
+        try:
+            found = tuple(pack_pieces(self._slot, ImageView(self._slot[: self._image_len]), self._block))
+        except ImageError:  # the image is there all the same, and its digests are compared
+            return ()
+        offset, last = found[-1]
+        fits = offset + len(last) <= len(self._slot)
+        return found if fits and _bytes_of(found) < self._image_len else ()
 
     @property
     def put_bytes(self) -> int:
         """Bytes to put instead of the image."""
-        return sum(len(piece) for _, piece in self.pieces)
+        return _bytes_of(self.pieces)
+
+
+def _bytes_of(pieces: Sequence[tuple[int, memoryview]]) -> int:
+    return sum(len(piece) for _, piece in pieces)
 
 
 @dataclass(slots=True)
 class _Peer:
     failed: int = 0  # in a row
+    declined: int = 0  # in a row
     leave_out: int = 0  # snapshots that go whole before the next offer
+    whole: SnapshotKey | None = None  # the last that goes whole, however often it is tried
     said: str = ""  # the last reason, which is logged once
 
 
@@ -54,23 +80,21 @@ class GradientOffers:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
-        self._whole: dict[str, SnapshotKey] = {}
         # The newest, the same for all nodes. It keeps the memory of its segment mapped.
         self._made: tuple[SnapshotKey, Segment, GradientOffer | None] | None = None
 
     def of(self, node: str, key: SnapshotKey, segment: Segment, index: int) -> GradientOffer | None:
         """What to offer to a node for a sealed slot; None: the image."""
         peer = self._peers.setdefault(node, _Peer())
-        header = segment.header(index)
-        if header is None or self._whole.get(node) == key:
+        if peer.leave_out and peer.whole != key:
+            peer.leave_out -= 1
+            peer.whole = key
+        header = None if peer.whole == key else segment.header(index)
+        if header is None:
             return None
         if self._made is None or self._made[0] != key:
             self._made = key, segment, offer_of(segment, index, header)
-        found = self._made[2]
-        if found is not None and peer.leave_out:
-            peer.leave_out -= 1
-            return None
-        return found
+        return self._made[2]
 
     def let_go(self) -> None:
         """Keep nothing of a segment that was given back."""
@@ -80,19 +104,21 @@ class GradientOffers:
     def accepted(self, node: str) -> None:
         """The node has computed a snapshot."""
         peer = self._peers.setdefault(node, _Peer())
-        peer.failed = peer.leave_out = 0
+        peer.failed = peer.declined = peer.leave_out = 0
 
     def declined(self, node: str, reason: str) -> str:
         """The node wants the image, and may take gradients next time; returns a new reason, for the log."""
         peer = self._peers.setdefault(node, _Peer())
+        peer.leave_out = max(peer.leave_out, 2**peer.declined - 1)
+        peer.declined = min(peer.declined + 1, _DECLINED_MAX)
         news = "" if reason == peer.said else reason
         peer.said = reason
         return news
 
     def failed(self, node: str, key: SnapshotKey, reason: str) -> str:
         """The node could not compute a snapshot, which goes whole now; returns a new reason, for the log."""
-        self._whole[node] = key
         peer = self._peers.setdefault(node, _Peer())
+        peer.whole = key
         peer.failed += 1
         peer.leave_out = min(2**peer.failed, _LEFT_OUT_MAX)
         kind = reason.partition(":")[0]  # what follows names a tensor
@@ -102,20 +128,14 @@ class GradientOffers:
 
 
 def offer_of(segment: Segment, index: int, header: SlotHeader) -> GradientOffer | None:
-    """The gradients behind an image, if there are any and they take fewer bytes than it."""
+    """The gradients behind an image, if there are any."""
     slot = slot_view(segment.buffer, segment.geometry, index)
     names = {"iteration": header.iteration, "sequence": header.sequence}
     try:
         block = read_block(slot, header.image_len, **names)
-        if block is None:
-            return None
-        pieces = pack_pieces(slot, ImageView(slot[: header.image_len]), block)
-    except ImageError:  # the image is there all the same, and its digests are compared
+    except ImageError:  # the image is there all the same
         return None
-    offset, last = pieces[-1]
-    stop = offset + len(last)
-    found = GradientOffer(block.record.base, stop - header.image_len, tuple(pieces))
-    return found if found.put_bytes < header.image_len and stop <= len(slot) else None
+    return None if block is None else GradientOffer(slot, header.image_len, block)
 
 
 class PieceLink(Protocol):

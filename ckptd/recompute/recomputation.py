@@ -30,13 +30,18 @@ __all__ = ["PlacedSnapshot", "Recomputation"]
 _COMMAND = (sys.executable, "-m", "ckptd.recompute.recompute_worker")
 _WAITING = 1024
 _START_S = 180.0  # importing torch takes seconds, on a busy machine much longer
-_AGAIN_S = 60.0  # after an end that nobody asked for
+_AGAIN_S, _AGAIN_MAX_S = 60.0, 3840.0  # after an end that nobody asked for; twice as long after the next
 _IDLE_S = 600.0
 _LAST_WORDS_BYTES = 64 << 10
+_CLOSE_S = 5.0
 
 
 class _Gone(Exception):
     """The process does not answer any more; the text says why."""
+
+
+class _TooLate(Exception):
+    """Others took the time of a request, which has not begun; the text says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,11 @@ class PlacedSnapshot:
 
 
 class _Life:
-    """One process."""
+    """One process. All that talks with it or ends it runs on its thread, one after the other."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._words = os.memfd_create("ckptd-recompute", os.MFD_CLOEXEC)
-        self._rest = b""
+        self._rest, self._gone = b"", ""
         try:
             self.process = subprocess.Popen(
                 command,
@@ -71,14 +76,33 @@ class _Life:
             os.close(self._words)
             raise
 
-    def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        """Write a line, and return the answer."""
+    def ask(self, line: bytes, timeout_s: float, until_s: float) -> dict[str, Any]:
+        """Write a line, and return the answer. A process that does not answer as it should is ended: what
+        it says later is no answer to the next request.
+
+        Args:
+            until_s: of the monotonic clock. Half of ``timeout_s`` must be left, so that a process is not
+                ended for the time that others took.
+        Raises:
+            _TooLate, _Gone
+        """
+        if self._gone:
+            raise _Gone(self._gone)
+        if until_s - time.monotonic() < timeout_s / 2:
+            raise _TooLate("snapshots before it took too long")
+        try:
+            return self._ask(line, until_s)
+        except _Gone as error:
+            self.end(str(error))
+            raise
+
+    def _ask(self, line: bytes, until_s: float) -> dict[str, Any]:
         assert self.process.stdin is not None
         try:
             if line:
                 self.process.stdin.write(line + b"\n")
                 self.process.stdin.flush()
-            answer = json.loads(self._read_line(time.monotonic() + timeout_s))
+            answer = json.loads(self._read_line(until_s))
         except OSError as error:
             raise _Gone(self._last_words(str(error))) from error
         except ValueError as error:
@@ -110,8 +134,11 @@ class _Life:
         lines = os.pread(self._words, size - start, start).decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), otherwise)
 
-    def end(self) -> None:
-        """Kill it; only its thread, or nobody, may be talking with it."""
+    def end(self, why: str = "it was ended") -> None:
+        """Kill it, if it is not gone already."""
+        if self._gone:
+            return
+        self._gone = why
         self.process.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -136,7 +163,8 @@ class Recomputation:
         self._workers: Workers | None = None
         self._life: _Life | None = None
         self._starting = False
-        self._why = ""
+        self._why = self._said = ""
+        self._again_s = _AGAIN_S
         self._not_before_s = self._used_s = 0.0
         self._closed = False
 
@@ -150,7 +178,8 @@ class Recomputation:
         now_s = self._node.clock()
         self._used_s = now_s
         if self._life is not None and not self._starting:
-            return ""
+            waits = self._workers is not None and self._workers.pending > 1
+            return "other snapshots wait to be computed" if waits else ""
         if not self._starting and not self._closed and now_s >= self._not_before_s:
             self._start()
         return "its process for this is starting" if self._starting else self._why
@@ -170,6 +199,8 @@ class Recomputation:
 
         Args:
             path: the segment file with both slots, which must not change meanwhile.
+            timeout_s: from now on. A process that computes for so long, or for half as long after it waited
+                for others, is ended.
         """
         told = {"path": path, "slot_bytes": slot_bytes, "base": base.as_dict(), "slot": slot.as_dict()}
         life, workers = self._life, self._workers
@@ -181,32 +212,40 @@ class Recomputation:
             if "failed" in answer:
                 failed(str(answer["failed"])[:4000])
             else:
+                self._said, self._again_s = "", _AGAIN_S
                 done(int(answer.get("computed_bytes", 0)))
 
         def gone(error: BaseException) -> None:
+            if isinstance(error, _TooLate):
+                failed(str(error))
+                return
             self._over(life, error)
             failed(f"its process for this is gone: {error}")
 
-        if not workers.submit(partial(life.ask, json.dumps(told).encode(), timeout_s), answered, gone):
+        ask = partial(life.ask, json.dumps(told).encode(), timeout_s, time.monotonic() + timeout_s)
+        if not workers.submit(ask, answered, gone):
             self._node.post(partial(failed, "too many snapshots wait to be computed"))
 
     def tick(self, now_s: float) -> None:
         """End a process that nobody needs."""
         idle = self._workers is not None and not self._workers.pending
         if self._life is not None and idle and now_s - self._used_s > self._idle_s:
-            life, self._life = self._life, None
-            life.end()
+            self._end()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and wait for that (not for ever), so that it does not write to slots any more."""
         self._closed = True
-        life, self._life = self._life, None
-        if life is not None:
-            life.process.kill()  # its thread sees the end
+        if self._life is not None:
+            self._end()
         if self._workers is not None:
-            self._workers.close(timeout_s=1.0)
-        if life is not None:
-            life.end()
+            self._workers.close(timeout_s=_CLOSE_S)
+
+    def _end(self) -> None:
+        life, self._life = self._life, None
+        if life is not None and self._workers is not None:
+            life.process.kill()  # its thread, which may wait for an answer, sees the end
+            # Refused only while requests wait, whose failure ends it, too.
+            self._workers.submit(life.end, lambda _: None, partial(self._node.failed, "ending a process"))
 
     # -- the process -----------------------------------------------------------------------------
 
@@ -218,7 +257,8 @@ class Recomputation:
         except OSError as error:
             self._failed(f"cannot be started: {error}")
             return
-        greeting, over = partial(life.ask, b"", _START_S), partial(self._over, life)
+        greeting = partial(life.ask, b"", _START_S, time.monotonic() + _START_S)
+        over = partial(self._over, life)
         self._starting = self._workers.submit(greeting, self._started, over)
         if not self._starting:
             over(_Gone("too many requests wait for the one before"))
@@ -231,12 +271,15 @@ class Recomputation:
     def _over(self, life: _Life, error: BaseException) -> None:
         if life is not self._life:
             return
-        self._life, self._starting = None, False
-        life.end()
+        self._end()  # if it is not the process that failed, but what was to be done
+        self._starting = False
         self._failed(str(error))
 
     def _failed(self, reason: str) -> None:
-        self._not_before_s = self._node.clock() + _AGAIN_S
+        self._not_before_s = self._node.clock() + self._again_s
+        self._again_s = min(2 * self._again_s, _AGAIN_MAX_S)
         self._why = f"its process for this does not run: {reason}"
-        text = f"snapshots cannot be computed from gradients here, so they come whole: {reason}"
-        self._node.events.add("warning", "recompute_unavailable", text)
+        if reason != self._said:
+            self._said = reason
+            text = f"snapshots cannot be computed from gradients here, so they come whole: {reason}"
+            self._node.events.add("warning", "recompute_unavailable", text)

@@ -40,6 +40,7 @@ __all__ = ["DTYPES", "CannotRecompute", "Slot", "recompute", "serve"]
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_THREADS = os.cpu_count() or 1
+_STEP = "step"  # the only state of these optimizers that is no tensor of the weight's dtype and shape
 
 
 class CannotRecompute(Exception):
@@ -111,7 +112,11 @@ class _Step:
             begin, end = gradient_range(self._block, self._to, each)
             gradient = torch.frombuffer(self._slot.memory[begin:end], dtype=weight.dtype)
             weight.grad = gradient.view(weight.shape)
-            state = {key: self._tensor(name) for key, name in each.states.items()}
+            if _STEP in each.states or each.scalars.keys() - {_STEP}:
+                raise CannotRecompute(
+                    f"{_STEP!r}, and no other state of {each.weight!r}, must be a packed value"
+                )
+            state = {key: self._state(name, weight) for key, name in each.states.items()}
             # The slot has the values after the step, those before it are in the base.
             state |= {key: self._scalar(*place) for key, place in each.scalars.items()}
             states.append((weight, state))
@@ -148,6 +153,14 @@ class _Step:
             return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         return torch.frombuffer(self._to.data(name), dtype=DTYPES[entry.dtype]).view(entry.shape)
 
+    def _state(self, name: str, weight: Tensor) -> Tensor:
+        """A state of a weight. Fused kernels of torch write beyond one that is smaller than the weight."""
+        state = self._tensor(name)
+        if (state.dtype, state.shape) != (weight.dtype, weight.shape):
+            one, other = (f"{t.dtype}{tuple(t.shape)}" for t in (state, weight))
+            raise CannotRecompute(f"{name!r} is {one}, its weight {other}")
+        return state
+
     def _scalar(self, name: str, position: int) -> Tensor:
         if name not in self._from or self._from.tensor(name).dtype not in DTYPES:
             raise CannotRecompute(f"the base has no {name!r}")
@@ -162,25 +175,15 @@ class _Step:
 # -- the process -----------------------------------------------------------------------------------
 
 
-class _Files:
-    """The segment files of the last requests, mapped."""
-
-    def __init__(self) -> None:
-        self._mapped: dict[str, tuple[tuple[int, int], mmap.mmap]] = {}
-
-    def memory(self, path: str) -> memoryview:
-        """The whole file. A file that was removed or replaced is mapped anew."""
-        status = os.stat(path)
-        identity = status.st_ino, status.st_size
-        known = self._mapped.get(path)
-        if known is None or known[0] != identity:
-            self._mapped = {p: m for p, m in self._mapped.items() if p != path and os.path.exists(p)}
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                known = self._mapped[path] = identity, mmap.mmap(fd, status.st_size)
-            finally:
-                os.close(fd)
-        return memoryview(known[1])
+def _mapped(path: str) -> memoryview:
+    """A whole segment file. It is unmapped with the last view of it: a replica that was removed meanwhile
+    would keep its memory, which nobody counts.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+    finally:
+        os.close(fd)
 
 
 def _slot(memory: memoryview, slot_bytes: int, told: dict[str, int]) -> Slot:
@@ -188,17 +191,20 @@ def _slot(memory: memoryview, slot_bytes: int, told: dict[str, int]) -> Slot:
     return Slot(memory[at : at + slot_bytes], told["image_len"], told["iteration"], told["sequence"])
 
 
-def _answer(files: _Files, line: str, daemon: int) -> dict[str, Any]:
+def _answer(line: str, daemon: int) -> dict[str, Any]:
     try:
         told = json.loads(line)
         path, size = told["path"], told["slot_bytes"]
         with _filling(path, told["slot"]["offset"], size):
             if os.getppid() != daemon:
                 return {"failed": "the daemon that asked is gone"}
-            memory = files.memory(path)
+            memory = _mapped(path)
             done = recompute(_slot(memory, size, told["base"]), _slot(memory, size, told["slot"]))
-    except (CannotRecompute, OSError) as error:
+    except CannotRecompute as error:
         return {"failed": str(error)}
+    except Exception as error:  # noqa: BLE001 - see the next line
+        # A peer chooses what is in the slot, and all peers share this process: none may end it.
+        return {"failed": f"{type(error).__name__}: {error}"}
     return {"computed_bytes": done}
 
 
@@ -220,9 +226,9 @@ def _filling(path: str, offset: int, length: int) -> Iterator[None]:
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
     """Answer requests of the parent process until they end."""
-    files, daemon = _Files(), os.getppid()
+    daemon = os.getppid()
     for line in requests:
-        answers.write(json.dumps(_answer(files, line, daemon)) + "\n")
+        answers.write(json.dumps(_answer(line, daemon)) + "\n")
         answers.flush()
 
 

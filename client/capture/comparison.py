@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -21,6 +25,7 @@ from ckptd.client.rng_state import capture_rng
 
 __all__ = [
     "Differences",
+    "TensorDifference",
     "batch_differences",
     "describe",
     "live_tensor",
@@ -30,15 +35,38 @@ __all__ = [
 ]
 
 
+_PIECE = 1 << 20  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How a tensor differs from the recorded one.
+
+    Attributes:
+        param: the parameter to which it belongs; "" if to none.
+        elements, differing: how many it has, and how many of them have other bits.
+        bits: how many bits differ in all of them.
+        ratio: the largest difference, as a multiple of the largest recorded magnitude.
+    """
+
+    param: str
+    elements: int
+    differing: int
+    bits: int
+    ratio: float
+
+
 class Differences:
     """Differences in words, with digests of both sides by which a second replay can be compared.
 
     Attributes:
         texts: one per difference.
+        tensors: those of ``texts`` that are of tensors.
     """
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.tensors: dict[str, TensorDifference] = {}
         self._expected, self._got = xxhash.xxh3_128(), xxhash.xxh3_128()
 
     def __bool__(self) -> bool:
@@ -61,14 +89,21 @@ class Differences:
             digest.update(what.encode())
             digest.update(data)
 
-    def add_tensors(self, what: str, recorded: Tensor, live: Tensor) -> None:
-        """Add a difference of two tensors."""
+    def add_tensors(self, what: str, recorded: Tensor, live: Tensor, *, param: str = "") -> None:
+        """Add a difference of two tensors.
+
+        Args:
+            param: the parameter to which they belong.
+        """
         self.add(what, _raw(recorded), _raw(live.to(recorded.dtype)))
+        if recorded.shape == live.shape:
+            self.tensors[what] = _measured(param, recorded, live.to(recorded.dtype))
 
     def extend(self, others: Differences) -> None:
         """Add all differences of ``others``."""
         if others:
             self.texts += others.texts
+            self.tensors |= others.tensors
             self._expected.update(others.expected.encode())
             self._got.update(others.got.encode())
 
@@ -128,7 +163,8 @@ def optimizer_differences(
             if isinstance(live, Tensor):
                 counted += 1
                 if not same_bits(local(live), recorded):
-                    found.add_tensors(f"optimizer state {key} of {name}", recorded, local(live))
+                    what = f"optimizer state {key} of {name}"
+                    found.add_tensors(what, recorded, local(live), param=name)
     return counted
 
 
@@ -162,6 +198,28 @@ def same_bits(live: Tensor, recorded: Tensor) -> bool:
     """True if both are equal to the bit, after rounding to the recorded dtype."""
     host = live.to(recorded.dtype).cpu()
     return host.numel() == 0 or torch.equal(_bits(host.contiguous()), _bits(recorded))
+
+
+def _measured(param: str, recorded: Tensor, live: Tensor) -> TensorDifference:
+    before, now = (t.detach().cpu().reshape(-1) for t in (recorded, live))
+    differing = bits = 0
+    farthest = largest = 0.0
+    # In pieces: as float64 a large tensor takes several times its memory.
+    for known, found in zip(before.split(_PIECE), now.split(_PIECE), strict=True):
+        changed = _bits(known) ^ _bits(found)
+        changed = changed[changed != 0]
+        differing += changed.numel()
+        bits += int(np.unpackbits(changed.numpy().view(np.uint8)).sum())
+        if known.is_complex():
+            known, found = torch.view_as_real(known), torch.view_as_real(found)
+        known, found = known.double(), found.double()
+        largest = max(largest, float(known.abs().nan_to_num(0.0).max()))
+        distance = float((found - known).abs().nan_to_num(math.inf).max()) if changed.numel() else 0.0
+        farthest = max(farthest, distance)
+    ratio = farthest / largest if largest else math.inf
+    return TensorDifference(
+        param, before.numel(), differing, bits, ratio if math.isfinite(ratio) else sys.float_info.max
+    )
 
 
 def _raw(tensor: Tensor) -> Any:

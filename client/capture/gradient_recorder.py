@@ -14,16 +14,23 @@ CPU, of an optimizer that it knows, updated once in between. Everything else goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, PhasePlan, whole_states
+from ckptd.client.model.snapshot_layout import (
+    SAFETENSORS_DTYPES,
+    EntrySource,
+    PhasePlan,
+    computable,
+    entry_name,
+    whole_states,
+)
 from ckptd.cuda.engine import CopyItem
 from ckptd.storage.gradient_block import (
     OPTIMIZERS,
@@ -40,31 +47,42 @@ __all__ = ["GradientCopy", "GradientRecorder"]
 
 logger = get_logger(__name__)
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_T = TypeVar("_T")
 
 
 class GradientCopy:
     """The gradients of one snapshot on their way into its slot.
 
     What is to be copied is found when the copies are made, which is beside training, unless they are made
-    at once.
+    at once. No method raises: what is for peers alone does not cost a snapshot.
+
+    Args:
+        late: called if a gradient was written to before its copy was complete.
+        failed: called with an error, after which there is no block.
 
     Attributes:
         at_once: True if the training thread must make the copies at the top.
     """
 
-    def __init__(self, find: Callable[[], _Block], at_once: bool, late: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        find: Callable[[], _Block],
+        at_once: bool,
+        late: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._find: Callable[[], _Block] | None = find
-        self._late, self.at_once = late, at_once
+        self._late, self._failed, self.at_once = late, failed, at_once
         self._block: _Block | None = None
         self._usable = False
 
     def items(self) -> list[CopyItem]:
         """The copies, once; their offsets count from the beginning of the slot."""
-        assert self._find is not None
-        self._block, self._find = self._find(), None  # it holds the gradients
+        find, self._find = self._find, None  # it holds the gradients
+        assert find is not None
+        self._block = self._tried(find)
         self._usable = self.at_once
-        return self._block.items
+        return [] if self._block is None else self._block.items
 
     def copied(self) -> None:
         """The copies are complete: was a gradient written to before?"""
@@ -79,9 +97,17 @@ class GradientCopy:
 
     def write(self, slot: memoryview, image_len: int, *, iteration: int, sequence: int) -> None:
         """Complete the block behind the image, unless it is useless."""
-        block = self._block
+        block, names = self._block, {"iteration": iteration, "sequence": sequence}
         if block is not None and block.moves and self._usable:
-            write_block(slot, image_len, block.record(), block.end, iteration=iteration, sequence=sequence)
+            self._tried(lambda: write_block(slot, image_len, block.record(), block.end, **names))
+
+    def _tried(self, work: Callable[[], _T]) -> _T | None:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the snapshot goes to peers whole
+            self._block = None
+            self._failed(error)
+            return None
 
 
 @dataclass(slots=True)
@@ -92,39 +118,65 @@ class _HeldStep:
     options: list[dict[str, Any] | None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What a snapshot holds whole of what peers can compute: the image's tensor of each state, by parameter
+    and key; and the names of the parameters, by optimizer.
+    """
+
+    states: Mapping[str, dict[str, str]]
+    names: Mapping[int, list[str]]
+
+    @classmethod
+    def of(cls, binding: LiveState, plan: PhasePlan) -> _Whole:
+        states = {n: found for n, found in whole_states(plan).items() if computable(binding.held(n))}
+        names: dict[int, list[str]] = {}
+        for name in states:
+            names.setdefault(binding.owner[name][0], []).append(name)
+        return cls(states, names)
+
+
+_NOTHING = _Whole({}, {})
+
+
 class GradientRecorder:
     """Holds gradients from the optimizer's step to the next top."""
 
     def __init__(self, binding: LiveState) -> None:
         self._binding = binding
-        self._steps: dict[int, _HeldStep | None] = {}  # since the snapshot before; None: there were several
-        self._base: tuple[int, Collection[str]] = (-1, ())
-        self._plans: dict[int, tuple[PhasePlan, Mapping[str, dict[str, str]]]] = {}
+        # Since the snapshot before, by optimizer; None: no peer can compute it, or there were several.
+        self._steps: dict[int, _HeldStep | None] = {}
+        self._base, self._before = -1, _NOTHING
+        self._plans: dict[int, tuple[PhasePlan, _Whole]] = {}
         self._at_once = False
         self._said: set[str] = set()
 
     def hold(self, optimizer: int) -> None:
         """Optimizer number ``optimizer`` is about to step."""
-        if optimizer in self._steps:
-            self._steps[optimizer] = None
-            return
+        again, self._steps[optimizer] = optimizer in self._steps, None
+        if not again:
+            try:
+                self._steps[optimizer] = self._held_step(optimizer)
+            except Exception as error:  # noqa: BLE001 - as in `GradientCopy`
+                self._failed(error)
+
+    def _held_step(self, optimizer: int) -> _HeldStep | None:
+        names = self._before.names.get(optimizer)
+        if not names:  # nothing that a peer could go on from: gradients would be kept in vain
+            return None
         live = self._binding.optimizers[optimizer]
         name = type(live).__name__
         if getattr(live, "grad_scale", None) is not None:  # a fused step, which may skip itself
             self._say("peers get the whole state of a step that unscales gradients itself (GradScaler)")
-            self._steps[optimizer] = None
-            return
+            return None
         if name not in OPTIMIZERS or type(live) is not getattr(torch.optim, name):
             self._say(
                 f"peers get the whole state of what {name} updates: they compute steps of "
                 f"{', '.join(OPTIMIZERS)} of torch.optim only"
             )
-            self._steps[optimizer] = None
-            return
-        binding = self._binding
-        names = [n for n, (number, _) in binding.owner.items() if number == optimizer]
-        grads = {n: binding.held(n).grad for n in names}
-        self._steps[optimizer] = _HeldStep(
+            return None
+        grads = {n: self._binding.held(n).grad for n in names}
+        return _HeldStep(
             {n: (g, 0 if g is None else g._version) for n, g in grads.items()},
             [_plain_options(group) for group in live.param_groups],
         )
@@ -132,7 +184,7 @@ class GradientRecorder:
     def drop(self) -> None:
         """No snapshot is taken at this top: the next one does not follow from one step."""
         self._steps.clear()
-        self._base = -1, ()
+        self._base, self._before = -1, _NOTHING
 
     def take(self, step: int, plan: PhasePlan, previous: int, slot_bytes: int) -> GradientCopy | None:
         """The gradients that lead from snapshot ``previous`` to that of ``step``; None: nothing is gained.
@@ -140,28 +192,36 @@ class GradientRecorder:
         Args:
             previous: the snapshot before in the chain; -1: none.
         """
-        (base, before), steps = self._base, self._steps
-        here = self._states(plan)
-        self._base, self._steps = (step, here.keys()), {}
+        base, before, steps = self._base, self._before, self._steps
+        here = self._whole(plan)
+        self._base, self._before, self._steps = step, here, {}
         if previous < 0 or previous != base or not any(steps.values()):
             return None
 
         def find() -> _Block:
             block = _Block(self._binding, plan, previous, slot_bytes, checks=self._at_once)
-            for name, states in here.items():
+            for name, states in here.states.items():
                 number, group = self._binding.owner[name]
                 held = steps.get(number)
-                if name in before and held is not None and (options := held.options[group]) is not None:
-                    block.add(name, states, (number, group), held.gradients.get(name, (None, 0)), options)
+                if name not in before.states or held is None or name not in held.gradients:
+                    continue
+                options = held.options[group]
+                if options is not None:
+                    block.add(name, states, (number, group), held.gradients[name], options)
             self._say_what_is_missing(block)
             return block
 
-        return GradientCopy(find, self._at_once, self._late)
+        return GradientCopy(find, self._at_once, self._late, self._failed)
 
-    def _states(self, plan: PhasePlan) -> Mapping[str, dict[str, str]]:
+    def _whole(self, plan: PhasePlan) -> _Whole:
         known = self._plans.get(plan.phase)
         if known is None or known[0] is not plan:
-            known = self._plans[plan.phase] = plan, whole_states(plan)
+            known = self._plans[plan.phase] = plan, _Whole.of(self._binding, plan)
+            if not known[1].states:
+                self._say(
+                    "peers get the whole state: there is no weight with optimizer state that is a plain, "
+                    "contiguous tensor on the CPU, and whole in a snapshot"
+                )
         return known[1]
 
     def _say_what_is_missing(self, block: _Block) -> None:
@@ -175,6 +235,9 @@ class GradientRecorder:
                 f"slots have no room for {block.left_out} gradients (of an earlier start without them, or of "
                 "other experts): these parameters go to peers whole"
             )
+
+    def _failed(self, error: Exception) -> None:
+        self._say(f"gradients for peers, who get the whole state: {type(error).__name__}: {error}")
 
     def _late(self) -> None:
         if not self._at_once:
@@ -225,12 +288,12 @@ class _Block:
         """Add a parameter if a peer can compute its step."""
         gradient, version = held
         weight = self._binding.held(name)
-        if type(weight) not in _PLAIN or weight.device.type != "cpu" or not weight.is_contiguous():
+        if not computable(weight):  # any more
             return
         offset = -1
         if gradient is not None:
             size = weight.numel() * weight.element_size()
-            fits = gradient.is_contiguous() and gradient.dtype is weight.dtype and type(gradient) in _PLAIN
+            fits = computable(gradient) and gradient.dtype is weight.dtype
             written = self._checks and gradient._version != version
             self.written += written
             if written or not fits or not size:
@@ -247,7 +310,7 @@ class _Block:
             )
             self.versions.append((gradient, version))
             self.moves = True
-        entry = f"master/{name}" if name in self._binding.masters else name
+        entry = entry_name(EntrySource("master" if name in self._binding.masters else "param", name))
         group = self._groups.get(owner)
         if group is None:
             optimizer = type(self._binding.optimizers[owner[0]]).__name__
@@ -264,7 +327,7 @@ def _scalars_of(plan: PhasePlan) -> dict[str, dict[str, tuple[str, int]]]:
     """Where the packed state of each parameter lies."""
     found: dict[str, dict[str, tuple[str, int]]] = {}
     for dtype, places in plan.packed.items():
-        entry = f"ckptd.optim_scalars/{SAFETENSORS_DTYPES[dtype]}"
+        entry = entry_name(EntrySource("packed", SAFETENSORS_DTYPES[dtype]))
         for position, (name, key) in enumerate(places):
             found.setdefault(name, {})[key] = entry, position
     return found

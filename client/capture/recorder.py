@@ -35,6 +35,7 @@ from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.core.slots.segment_format import HINT_COPIES_BESIDE, HINT_COPIES_INLINE
 from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.core.window_control import SnapshotReading
 from ckptd.cuda.engine import CopyGate, CpuEngine
@@ -55,6 +56,8 @@ logger = get_logger(__name__)
 _WATCHED_STEPS = 4
 _REPORT_S = 1.0
 _PENDING_LIMIT = 100
+# Bubbles need a schedule, which a trainer passes later: they are tried again.
+_HINTS = {CopyMode.BESIDE: HINT_COPIES_BESIDE, CopyMode.INLINE: HINT_COPIES_INLINE}
 
 
 class ChainState(MachineState):
@@ -331,6 +334,18 @@ class Recorder:
         self._copy_as(chooser.note(iteration_s))
         if chooser.decided and not before:
             logger.info("copies run %s (%s)", chooser.mode, chooser.reason)
+            self._memory.take_back_hint(HINT_COPIES_BESIDE | HINT_COPIES_INLINE)
+            self._memory.leave_hint(_HINTS.get(chooser.mode, 0))
+
+    def _take_over_copy_mode(self) -> None:
+        """What the trainer before this one has found need not be tried again after each failure."""
+        chooser = self._chooser
+        if chooser is None or chooser.decided or not isinstance(self._engine, CpuEngine):
+            return
+        for mode, hint in _HINTS.items():
+            if self._memory.hint & hint and chooser.take_over(mode):
+                self._copy_as(chooser.mode)
+                logger.info("copies run %s (%s)", chooser.mode, chooser.reason)
 
     def _copy_as(self, mode: CopyMode) -> None:
         assert isinstance(self._engine, CpuEngine)
@@ -411,6 +426,7 @@ class Recorder:
             ordinal: the number of ``last`` in the schedule.
         """
         self._provision.resume(plan, sharing)
+        self._take_over_copy_mode()
         self._draws.watches = plan.shares
         self.go_on(last, ordinal, stride=1)
         self._start_capture()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.client.log_lines import get_logger
+from ckptd.cuda.quiet_threads import Bell, start_quiet
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import connect
 from ckptd.transport.messages import (
@@ -62,7 +63,8 @@ os.register_at_fork(after_in_child=_new_token)
 
 
 class WorkerThread:
-    """A thread that works off a bounded queue. It calls ``look`` after each piece of work and every `LOOK_S`.
+    """A quiet thread that works off a bounded queue. It calls ``look`` after each piece of work and every
+    ``look_s``.
 
     Args:
         failed: called with the error of each piece of work that failed.
@@ -74,13 +76,16 @@ class WorkerThread:
         look: Callable[[], None],
         failed: Callable[[Exception], None],
         closed: threading.Event,
+        look_s: float = LOOK_S,
     ) -> None:
-        self._look, self._failed, self._closed = look, failed, closed
+        self._look, self._failed, self._closed, self._look_s = look, failed, closed, look_s
         self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(_QUEUE_LIMIT)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._bell = Bell()
+        self._name = name
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread = start_quiet(self._run, name=self._name)
 
     def submit(self, work: Callable[[], Any]) -> bool:
         """Queue ``work``; False if the queue is full (the work is dropped)."""
@@ -88,6 +93,7 @@ class WorkerThread:
             self._work.put_nowait((work, None))
         except queue.Full:
             return False
+        self._bell.ring()
         return True
 
     def begin(self, work: Callable[[], Result]) -> Future[Result]:
@@ -101,6 +107,7 @@ class WorkerThread:
             self._work.put_nowait((work, future))
         except queue.Full as error:
             raise DaemonUnavailable("session", hint="its queue is full") from error
+        self._bell.ring()
         return future
 
     def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
@@ -110,24 +117,33 @@ class WorkerThread:
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread, after `closed` was set."""
         self.submit(lambda: None)  # which it sees sooner than the end of its wait
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            try:
-                work, future = self._work.get(timeout=LOOK_S)
-            except queue.Empty:
-                pass
-            else:
-                self._perform(work, future)
-            self._look_around()
+            self._bell.wait(self._look_s)
+            self._work_off()
         self._look_around()
+
+    def _work_off(self) -> None:
+        """Do what waits; look around after each piece, and if there is none."""
+        while True:
+            try:
+                work, future = self._work.get_nowait()
+            except queue.Empty:
+                self._look_around()
+                return
+            self._perform(work, future)
+            if self._closed.is_set():
+                return
+            self._look_around()
 
     def _look_around(self) -> None:
         try:
             self._look()
         except Exception:
-            logger.exception("in the session's thread")  # it must live: snapshots are finished here
+            logger.exception("in the thread %s", self._name)  # it must live: snapshots are finished here
 
     def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
         try:
@@ -138,7 +154,7 @@ class WorkerThread:
             if future is not None:
                 future.set_exception(error)
             else:
-                logger.exception("in the session's thread")
+                logger.exception("in the thread %s", self._name)
         else:
             if future is not None:
                 future.set_result(result)

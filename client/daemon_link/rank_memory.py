@@ -27,7 +27,7 @@ from ckptd.core.recovery.recovery_facts import RankFacts
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import truncate
-from ckptd.core.slots.segment_format import Kind, SegmentDescriptor, encode_descriptor
+from ckptd.core.slots.segment_format import Kind, ReplicaGroup, SegmentDescriptor, encode_descriptor
 from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
@@ -62,6 +62,7 @@ class RankMemory:
         table: of the generations that snapshots are written to.
         logs, parks: segments of the boundary log, and of parked state.
         failures: replays that did not reproduce, as far as any node knew when this start last asked.
+        replica_groups: what this rank's snapshots have in common with those of other ranks.
         brought_facts: with whom this rank communicates, if an earlier trainer recorded that on another
             node.
     Raises:
@@ -85,6 +86,7 @@ class RankMemory:
         self._segments, self.logs, self.parks = Generations(), Generations(), Generations()
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.failures: tuple[ReplayFailure, ...] = ()
+        self.replica_groups: tuple[ReplicaGroup, ...] = ()
         self.brought_facts: LogFacts | None = None
         self._stats, self.phases = stats or Stats(), phases or PhaseClock()
         self._needed_bytes = needed.size_bytes
@@ -364,7 +366,8 @@ class RankMemory:
             DaemonUnavailable: the daemon is away.
             TimeoutError: it is on its way; ask for the same again later.
         """
-        descriptor = encode_descriptor(self._descriptor_of(window, num_operators, payload))
+        base = self._descriptor_of(window, num_operators, payload)
+        descriptor = encode_descriptor(msgspec.structs.replace(base, replica_groups=self.replica_groups))
         segment = self._map(self.session.reserve(slot_bytes, num_slots, descriptor, patient=patient))
         if ahead:
             self._ahead = (*self._ahead, segment)

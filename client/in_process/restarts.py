@@ -90,7 +90,7 @@ class InProcessRestarts:
             except OSError as error:
                 logger.info("no restart in this process: %s", error)
                 return
-            if epoch is not None:
+            if isinstance(epoch, NextEpoch):
                 told_s = time.monotonic()
                 abort_groups(self._links)  # first: those of the next life must not be among them
                 with self._told:

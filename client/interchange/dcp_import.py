@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 import sys
 import warnings
@@ -53,6 +54,7 @@ _T = TypeVar("_T")
 _DCP = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # as torch wrote it before 2.3
 _MAX_BYTES = 1 << 30
+_MEMO_SPARE = 1 << 10
 
 
 class MetadataRefused(ValueError):
@@ -155,7 +157,9 @@ def read_dcp_metadata(folder: Path) -> Metadata:
     if path.stat().st_size > _MAX_BYTES:
         raise MetadataRefused(f"{path} is refused: it has more than {_MAX_BYTES} bytes")
     try:
-        return _built(_Unpickler(io.BytesIO(path.read_bytes())).load(), folder)
+        content = path.read_bytes()
+        _check_memo(content)
+        return _built(_Unpickler(io.BytesIO(content)).load(), folder)
     except MetadataRefused as error:
         raise MetadataRefused(
             f"{path} is refused: {error}. Nothing of it was run. Import only what "
@@ -164,6 +168,19 @@ def read_dcp_metadata(folder: Path) -> Metadata:
     # A damaged pickle can fail in any way that its instructions can.
     except Exception as error:
         raise MetadataRefused(f"{path} is no metadata of a checkpoint ({error!r})") from error
+
+
+def _check_memo(content: bytes) -> None:
+    """Refuse a pickle that numbers its values higher than a pickler would.
+
+    An unpickler makes room for all lower numbers: for a file of eight bytes up to 64 GiB.
+    """
+    stored = 0
+    for operation, number, _ in pickletools.genops(content):
+        if "PUT" in operation.name or operation.name == "MEMOIZE":
+            if number is not None and number > 2 * stored + _MEMO_SPARE:
+                raise MetadataRefused(f"its value number {stored} has the number {number}")
+            stored += 1
 
 
 def _built(found: Any, folder: Path) -> Metadata:

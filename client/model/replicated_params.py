@@ -33,6 +33,7 @@ from ckptd.client.model.operators import Operator
 from ckptd.client.optimizers.value_trees import plain_parts
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.schedule import SharedOperator, spread
+from ckptd.core.slots.segment_format import MAX_GROUP_RANKS, MAX_REPLICA_GROUPS, ReplicaGroup
 from ckptd.core.snapshot_policy import OperatorCost
 
 __all__ = [
@@ -98,6 +99,14 @@ class ReplicatedParams:
     def mark_of(self, group: Replicas, names: Sequence[str], rank: int) -> str:
         """In place of a checksum of these parameters: whether the group has shared them so far."""
         return _AS_BEFORE if all(self.replicas.get(name) == group for name in names) else f"rank {rank}"
+
+    def replica_groups(self) -> tuple[ReplicaGroup, ...]:
+        """By group, what daemons compare if each rank captures its own; as much as a descriptor can hold."""
+        groups = sorted(_by_group(self.replicas).items(), key=lambda item: item[0].ranks)
+        known = [
+            ReplicaGroup(g.ranks, tuple(names)) for g, names in groups if len(g.ranks) <= MAX_GROUP_RANKS
+        ]
+        return tuple(known[:MAX_REPLICA_GROUPS])
 
     def groups(self, operators: Sequence[Operator]) -> dict[Replicas, list[int]]:
         """Indices of each group's operators; groups have the same order on all ranks."""

@@ -35,6 +35,7 @@ __all__ = [
     "buffer_of",
     "build_phase",
     "common",
+    "computable",
     "entry_name",
     "free_bytes",
     "gradient_room",
@@ -467,8 +468,13 @@ def gradient_room(binding: LiveState, plan: PhasePlan) -> int:
     return block_bytes_max(sizes, len({binding.owner[name] for name, _ in sizes})) if sizes else 0
 
 
+def computable(tensor: Tensor) -> bool:
+    """Whether a peer can compute with this weight or gradient: plain, contiguous, on the CPU."""
+    return type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
 def _sizes(binding: LiveState, plan: PhasePlan) -> Iterator[tuple[str, int]]:
     for name in whole_states(plan):
         weight = binding.held(name)
-        if type(weight) in _PLAIN and weight.device.type == "cpu":
+        if computable(weight):
             yield name, weight.numel() * weight.element_size()

@@ -17,9 +17,7 @@ and ``ckptctl park``.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import statistics
 import threading
 import time
@@ -33,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client.capture.slot_writer import SMALL_BUFFER_BYTES
+from ckptd.client.daemon_link.connection import WorkerThread
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
@@ -60,7 +59,6 @@ __all__ = [
 logger = get_logger(__name__)
 
 _LOOK_S = 0.25
-_REQUESTS = 16
 _TELL_S = 2.0
 # How long a request from outside waits for the next top while the optimizer is stepping.
 PATIENCE_S = 20.0
@@ -263,8 +261,8 @@ class Parking:
             "no step has begun whose state can be parked: the first ones are measured, and a replay is none"
         )
         self._one_at_a_time = threading.Lock()
-        self._requests: queue.Queue[tuple[str, Callable[[Parked], None]] | None] = queue.Queue(_REQUESTS)
-        self._thread = threading.Thread(target=self._serve, name="ckptd-park", daemon=True)
+        self._closed = threading.Event()
+        self._thread = WorkerThread("ckptd-park", self._look, lambda error: None, self._closed, _LOOK_S)
         self._thread.start()
         memory.park_when_asked(self._asked_by_the_daemon)
 
@@ -365,19 +363,14 @@ class Parking:
 
     def ask(self, why: str, then: Callable[[Parked], None]) -> bool:
         """Park on another thread, with patience, then call ``then``. False if too many requests wait."""
-        try:
-            self._requests.put_nowait((why, then))
-        except queue.Full:
-            return False
-        return True
+        return self._thread.submit(lambda: then(self.park(why, PATIENCE_S)))
 
     def close(self) -> None:
         """Park no more; parked state stays. Never raises."""
         self._memory.park_when_asked(None)
         self.closed_because("the checkpointer is closed")
-        with contextlib.suppress(queue.Full):
-            self._requests.put_nowait(None)
-        self._thread.join(timeout=_TELL_S)
+        self._closed.set()
+        self._thread.join(_TELL_S)
         self._engine.close()
 
     def describe(self) -> str:
@@ -476,25 +469,6 @@ class Parking:
         return Moment(step, phase, dict(scalars), scalars, kept, marks, tensors, ready)
 
     # -- on the thread ---------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                request = self._requests.get(timeout=_LOOK_S)
-            except queue.Empty:
-                try:
-                    self._look()
-                except Exception:
-                    logger.exception("looking whether a step lasts too long")  # as below
-                continue
-            if request is None:
-                return
-            why, then = request
-            outcome = self.park(why, PATIENCE_S)
-            try:
-                then(outcome)
-            except Exception:
-                logger.exception("after parking")  # the thread must live: SIGTERM may come
 
     def _look(self) -> None:
         """Park the current step if it lasts too long."""

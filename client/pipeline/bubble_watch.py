@@ -102,12 +102,17 @@ class CopyPacer:
         self.enabled = False
         self.bytes_inside = 0
 
-    def begin(self, total_bytes: int) -> None:
+    def begin(self) -> None:
         """A copy begins (training thread)."""
         with self._changed:
-            _, self._outside = split_bytes(total_bytes, self._gaps_s(), _USED * self._rate)
-            self._left, self._hurried = total_bytes, False
+            self._hurried = False
             self._until_s = self._clock() + _USED * self._window_s()
+
+    def plan(self, total_bytes: int) -> None:
+        """It has so many bytes (copy thread). Training may be waiting for them already."""
+        with self._changed:
+            _, self._outside = split_bytes(total_bytes, self._gaps_s(), _USED * self._rate)
+            self._left = total_bytes
 
     def admit(self, size_bytes: int) -> None:
         """Return when a piece of this size may be copied (copy thread)."""
@@ -210,8 +215,6 @@ class BubbleWatch:
         now = self._clock()
         if self._top_s is not None and self._meter.note(self._gaps[:-1]):
             self._periods.append(self._last_s - self._top_s)
-            if len(self._periods) == 1 and (predicted := self._predict(self._durations())) is not None:
-                self._meter.predicted_s = predicted.gaps_s
         self._gaps, self._top_s = [0.0], now
 
     def _acting(self, kind_of: Callable[[dict[str, Any]], ActionKind]) -> Callable[..., Any]:
@@ -223,7 +226,7 @@ class BubbleWatch:
                 self._last_s = self._clock()
                 kind = kind_of(kwargs)
                 self._took.setdefault(kind, deque(maxlen=64)).append(self._last_s - started)
-                if len(self._gaps) <= len(self._meter.gaps_s) + 1:  # no top comes in a replay
+                if len(self._gaps) <= self._meter.num_actions + 1:  # no top comes in a replay
                     self._gaps.append(0.0)
 
         return acting
@@ -265,7 +268,7 @@ class BubbleWatch:
     @property
     def measured_fraction(self) -> float:
         """The part of an iteration that this rank waited for other stages; 0: not measured yet."""
-        return sum(self._meter.measured_s) / statistics.median(self._periods) if self._periods else 0.0
+        return sum(self._meter.gaps_s) / statistics.median(self._periods) if self._periods else 0.0
 
     @property
     def bytes_inside(self) -> int:

@@ -28,6 +28,7 @@ from ckptd.core.switching import (
     largest_found,
     propose_largest,
 )
+from ckptd.cuda.quiet_threads import Bell, start_quiet
 
 __all__ = ["StoreAgreement", "play"]
 
@@ -57,7 +58,7 @@ class StoreAgreement:
             among: how many ranks take part; None: all.
         """
         args = what, tuple(mine), among or self._identity.world_size
-        threading.Thread(target=self._run, args=args, name="ckptd-agree", daemon=True).start()
+        start_quiet(self._run, *args, name="ckptd-agree")
 
     def largest(self, what: str) -> tuple[int, ...] | None:
         """The largest of each number over all ranks; None until all have proposed theirs."""
@@ -72,10 +73,11 @@ class StoreAgreement:
             store = own_connection(self._store)
             steps = propose_largest(what, mine, rank=self._identity.rank, ranks=among)
             play(store, self._prefix, steps)
-            wait_s = _POLL_S
+            wait_s, bell = _POLL_S, Bell()
             while (found := play(store, self._prefix, largest_found(what))) is None:
-                if self._closed.wait(wait_s):
+                if self._closed.is_set():
                     return
+                bell.wait(wait_s)
                 wait_s = min(2 * wait_s, _POLL_MAX_S)
             self._found[what] = found
         except Exception as error:  # noqa: BLE001 - see the next line

@@ -375,7 +375,8 @@ class Replay(ReplayProgress):
                 self.compared += 1
                 now, before = rows_of_piece(live, piece), rows_within(recorded, piece, source)
                 if not same_bits(now, before):
-                    found.add_tensors(describe(self._loader.operators, piece), before, now)
+                    what = describe(self._loader.operators, piece)
+                    found.add_tensors(what, before, now, param=piece.name)
         complete = {n for n in active_rows if n not in frozen and n not in absent}
         self.compared += optimizer_differences(binding, image, complete, found)
         scalar_differences(binding, self._stateful, scalars, found)

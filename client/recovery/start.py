@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from ckptd.client.model.freezing import Tape
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.options import RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.audit_mode import StepAudit, compute_as_recorded
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.localized_recovery import (
     LocalizedStart,
@@ -70,7 +72,7 @@ class Resumption:
     phase: int
     reason: str
     sharing: ReplicatedParams
-    verification: Verification
+    verification: Verification | StepAudit
     unverified: str
     new_from: int
     apart: LocalizedStart | None = None
@@ -110,6 +112,7 @@ class Recovery:
     Args:
         subject: as it is built now. A replay gives replicated operators to all ranks that share them,
             whether or not they have the same values now.
+        audit: the folder of the audit for which this process was started; None: it trains.
     Attributes:
         freezing: that of the subject, or ``drop`` if an earlier trainer left that hint.
     """
@@ -120,8 +123,9 @@ class Recovery:
         engine: CopyEngine,
         tape: Tape,
         options: RecoveryOptions,
+        audit: Path | None = None,
     ) -> None:
-        self._at = _wanted_iteration(options.resume_at)
+        self._at, self._audit = _wanted_iteration(options.resume_at), audit
         self._subject, self._engine, self._tape, self._options = subject, engine, tape, options
         self.freezing, self.freezing_reason = subject.freezing
 
@@ -154,12 +158,16 @@ class Recovery:
                 memory, ranks, self._at, verify_iterations=verify_iterations, seen=seen
             )
             if isinstance(recovered, str):
+                if self._audit is not None:
+                    raise ValueError(f"{memory.identity}: there is no step to audit: {recovered}")
                 memory.forget_everything()
                 return None
             found = recovered
         with contextlib.ExitStack() as undo:
             if localized is not None:
                 undo.callback(localized.close)
+            if self._audit is not None:
+                compute_as_recorded(memory.table.segments[-1].descriptor)
             plan, changed = self._agree_on_snapshots(memory, ranks)
             with ranks.all_or_none():
                 alone = localized is not None and not localized.replays
@@ -174,15 +182,21 @@ class Recovery:
                 _ = images[0].view
                 memory.phases.reach(RecoveryPhase.FIRST_BYTES)
             undo.pop_all()
-        verification = Verification(
-            memory,
-            ranks,
-            found.replayed,
-            on_mismatch=options.on_mismatch,
-            changed=changed,
-            stateful=subject.stateful,
-            device=subject.device,
-        )
+        verification: Verification | StepAudit
+        if self._audit is None:
+            verification = Verification(
+                memory,
+                ranks,
+                found.replayed,
+                on_mismatch=options.on_mismatch,
+                changed=changed,
+                stateful=subject.stateful,
+                device=subject.device,
+            )
+        elif found.unverified:
+            raise ValueError(f"{memory.identity}: there is no step to audit: {found.unverified}")
+        else:
+            verification = StepAudit(self._audit, subject.identity, replay.start, changed)
         return Resumption(
             replay,
             plan,

@@ -31,6 +31,8 @@ __all__ = ["RECORDED", "CapacityBoost", "ExpertLosses", "LostUpdates", "listed"]
 RECORDED = "experts"
 """Its place in the step scalars; absent in snapshots that lose nothing."""
 
+# Experts in the text of a recovery; `LostUpdates` has all.
+_NAMED = 4
 _WHAT = {
     PartialScope.BOTH: "weights and optimizer state",
     PartialScope.OPTIMIZER: "the optimizer state",
@@ -176,6 +178,10 @@ class ExpertLosses:
             f"with earlier failures {cumulative:.4%}"
         )
         counts = {name: int(lost) for name, lost in tokens.items() if lost}
+        if most := sorted(counts, key=lambda name: (-counts[name], name))[:_NAMED]:
+            text += "; here most by " + ", ".join(
+                f"{name} ({counts[name]:,}, of iteration {older.get(name, end)})" for name in most
+            )
         self.last = LostUpdates(counts, dict(older), this, cumulative, text)
         return self.last
 

@@ -116,7 +116,9 @@ class ExpertSelection:
         return expert[0] if self.plan.selection is Selection.LAYER else ""
 
     def _rooms(self, ordinal: int) -> dict[str, int]:
-        """By pool: as much room as the turns would take."""
+        """By pool: of a layer as much room as its turns would take; of all together, all that there is."""
+        if self.plan.selection is Selection.MODEL:
+            return {self._pool(min(self.plan.selectable)): self.plan.selected_room(ordinal)}
         found: dict[str, int] = {}
         for i in self.plan.turns(ordinal):
             if i in self.plan.selectable:

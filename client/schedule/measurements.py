@@ -163,6 +163,18 @@ class CopyModeChooser:
         self._count = 0
         self.decided = False
 
+    def take_over(self, mode: CopyMode) -> bool:
+        """An earlier trainer of this rank has decided: its mode is kept as long as a decision holds.
+
+        Returns:
+            False, and nothing changes: the mode is not to be tried here, or a choice is made.
+        """
+        if mode not in self._modes or self.decided:
+            return False
+        self.mode, self.decided, self._count = mode, True, 0
+        self.reason = "as the trainer before this one had measured"
+        return True
+
     def note(self, iteration_s: float) -> CopyMode:
         """Note an iteration under the current mode; returns the mode of the next one."""
         position = self._count % _BLOCK

@@ -23,7 +23,7 @@ from ckptd.core.partial_experts import (
 )
 from ckptd.core.snapshot_policy import OperatorCost, PartialScope, Schedule
 
-__all__ = ["PartialTurns", "check_experts", "durable_text", "durable_turns", "scope_of"]
+__all__ = ["PartialTurns", "check_experts", "durable_text", "durable_turns", "experts_of_layer", "scope_of"]
 
 
 def scope_of(options: SnapshotOptions) -> PartialScope | None:
@@ -73,8 +73,14 @@ def durable_turns(options: SnapshotOptions, operators: Sequence[Operator]) -> Du
     found = options.of_experts
     if found is None or found.persist_experts is None:
         return None
-    of = found.num_experts or max(experts_of_layers([op.expert for op in operators]).values())
-    return DurableTurns(found.persist_experts, of, found.lost_tokens_limit)
+    return DurableTurns(found.persist_experts, experts_of_layer(options, operators), found.lost_tokens_limit)
+
+
+def experts_of_layer(options: SnapshotOptions, operators: Sequence[Operator]) -> int:
+    """E of the largest layer, on all ranks (0: the model has none); partial snapshots only."""
+    found = options.of_experts
+    assert found is not None, "the policy leaves no experts out"
+    return found.num_experts or max(experts_of_layers([op.expert for op in operators]).values(), default=0)
 
 
 def durable_text(turns: DurableTurns, window: int) -> str:
@@ -90,7 +96,7 @@ def durable_text(turns: DurableTurns, window: int) -> str:
     return (
         f"A DURABLE CHECKPOINT STORES {phases} OF {window} PARTS of the experts (persist_experts="
         f"{turns.experts} of {turns.of} in a layer) and takes the others from earlier ones, so each expert "
-        f"is stored with one of {-(-window // phases) + 1} checkpoints or more often{limit}"
+        f"is stored at least once in {-(-window // phases) + 1} checkpoints{limit}"
     )
 
 

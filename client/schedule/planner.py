@@ -22,7 +22,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows, split_operator
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
-from ckptd.client.model.snapshot_layout import member_bytes
+from ckptd.client.model.snapshot_layout import computable, member_bytes
 from ckptd.client.options import MAX_WINDOW, SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
 from ckptd.client.schedule.partial_schedule import PartialTurns, scope_of
@@ -569,7 +569,8 @@ def needed_memory(
     rings = 2 if of_experts is not None and of_experts.selection != "turns" else 1
     always = _MIN_SCALARS
     if options.to_peers == "gradients":
-        always += sum(local(held).numel() * local(held).element_size() for _, held in binding.named_held())
+        held = (tensor for _, tensor in binding.named_held() if computable(tensor))
+        always += sum(tensor.numel() * tensor.element_size() for tensor in held)
     sizes = {w: (rings * w + 2) * (compute + (anchor - compute) // w + always) for w in windows}
     best = min(sizes, key=lambda w: sizes[w])
     slots = rings * best + 2

@@ -45,6 +45,7 @@ from ckptd.core.switching import (
     Unable,
     accesses,
 )
+from ckptd.cuda.quiet_threads import Bell, start_quiet
 from ckptd.errors import AttachRefused, DaemonUnavailable, LocalProtocolError
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ class ScheduleAgreement:
         self._closed = threading.Event()
         self._open_s = max(_OPEN_S, world_size / _RANKS_PER_S)
         self._outages = 0
-        threading.Thread(target=self._run, name="ckptd-switch", daemon=True).start()
+        self._store: Any = None
+        self._bell = Bell()
+        start_quiet(self._run, name="ckptd-switch")
 
     def wish(self, change: Change) -> bool:
         """Propose a change; False if another one is open or was a moment ago."""
@@ -133,42 +136,50 @@ class ScheduleAgreement:
     def close(self) -> None:
         """Take no further part. An open attempt fails, unless all ranks have promised."""
         self._closed.set()
+        self._bell.ring()
 
     def _handle(self, event: Event) -> None:
         with self._lock:
             self._machine.handle(event, now_s=time.monotonic())
 
     def _run(self) -> None:
-        store = None
-        while not self._closed.is_set():
-            with self._lock:
-                ask = self._machine.ask(time.monotonic())
-            if ask is None:
-                self._closed.wait(self._open_s)
-                continue
-            try:
-                if store is None:
-                    store = own_connection(self._find_store(), answer_s=_ANSWER_S)
-                event = play(store, self._prefix, accesses(ask, self._world_size))
-                if event is not None:
-                    self._handle(event)
-            except LocalProtocolError as error:
-                logger.error("the ranks cannot agree on changes any more: %s", error)
-                return
-            except Exception as error:  # noqa: BLE001 - see the next line
-                # The store ends with the job, in as many ways as there are backends.
-                store = None
-                self._failed(ask, error)
-                continue
-            if self._outages >= _TOLD_OUTAGES:
-                logger.info("the job's store answers again")
-            self._outages = 0
-            if event is None:
-                idle = isinstance(ask, LookForAttempt)
-                pause_s = max(_IDLE_S, self._world_size / _RANKS_PER_S) if idle else self._open_s
-                self._closed.wait(pause_s)
+        pause_s: float | None = 0.0
+        while pause_s is not None and not self._closed.is_set():
+            self._bell.wait(pause_s)
+            pause_s = self._turn()
 
-    def _failed(self, ask: Ask, error: Exception) -> None:
+    def _turn(self) -> float | None:
+        """One access to the store, if the machine asks for one.
+
+        Returns the seconds until the next; None: never.
+        """
+        with self._lock:
+            ask = self._machine.ask(time.monotonic())
+        if ask is None:
+            return self._open_s
+        try:
+            if self._store is None:
+                self._store = own_connection(self._find_store(), answer_s=_ANSWER_S)
+            event = play(self._store, self._prefix, accesses(ask, self._world_size))
+            if event is not None:
+                self._handle(event)
+        except LocalProtocolError as error:
+            logger.error("the ranks cannot agree on changes any more: %s", error)
+            return None
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # The store ends with the job, in as many ways as there are backends.
+            self._store = None
+            return self._failed(ask, error)
+        if self._outages >= _TOLD_OUTAGES:
+            logger.info("the job's store answers again")
+        self._outages = 0
+        if event is not None:
+            return 0.0
+        idle = isinstance(ask, LookForAttempt)
+        return max(_IDLE_S, self._world_size / _RANKS_PER_S) if idle else self._open_s
+
+    def _failed(self, ask: Ask, error: Exception) -> float:
+        """The store did not answer; returns when to try again."""
         self._handle(RequestFailed())
         self._outages += 1
         doubt = self._machine.stage is Stage.PROMISED
@@ -180,7 +191,8 @@ class ScheduleAgreement:
                 else "the schedule stays as it is"
             )
             logger.error("the job's store did not answer (%s): %s; %s", type(ask).__name__, error, kept)
-        self._closed.wait(min(_RETRY_S * 2 ** min(self._outages, 10), _RETRY_MAX_S))
+        again_s: float = min(_RETRY_S * 2 ** min(self._outages, 10), _RETRY_MAX_S)
+        return again_s
 
 
 class Preparation(MachineState):

@@ -26,7 +26,7 @@ from ckptd.client.model.snapshot_layout import (
     member_bytes,
 )
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.core.partial_experts import Selection
+from ckptd.core.partial_experts import Selection, rooms
 from ckptd.core.slots.segment_format import SegmentGeometry
 from ckptd.core.snapshot_policy import (
     AlignedPolicy,
@@ -102,6 +102,7 @@ class SnapshotPlan:
     _policy: SnapshotPolicy | None = None
     _phases: dict[tuple[int, frozenset[int] | None], tuple[PhasePlan, bool]] = field(default_factory=dict)
     _state: StateTable | None = None
+    _rooms: list[int] | None = None
 
     @property
     def policy(self) -> SnapshotPolicy:
@@ -148,6 +149,13 @@ class SnapshotPlan:
         phase = ordinal // self.every % self.schedule.window
         return tuple(i for i in self.schedule.phases[phase] if self.operators[i].expert is not None)
 
+    def selected_room(self, ordinal: int) -> int:
+        """For how many selectable experts the ``ordinal``-th snapshot has room."""
+        if self._rooms is None:
+            every = [self.turns(self.ordinal_of(phase)) for phase in range(self.schedule.window)]
+            self._rooms = rooms(every, self.selectable)
+        return self._rooms[ordinal // self.every % self.schedule.window]
+
     def ordinal_of(self, phase: int) -> int:
         """The number of a snapshot of this phase in the schedule."""
         return phase * self.every if self.lossy else phase
@@ -182,7 +190,7 @@ class SnapshotPlan:
 
     def use(self, schedule: Schedule) -> None:
         """Continue with another order of the same operators."""
-        before, self.schedule, self._policy = self.schedule, schedule, None
+        before, self.schedule, self._policy, self._rooms = self.schedule, schedule, None, None
         pairs = enumerate(zip(before.phases, schedule.phases, strict=False))
         same = {phase for phase, (old, new) in pairs if {*old} == {*new}}
         if self.policy_name != "sliding" or before.window != schedule.window:
@@ -241,8 +249,7 @@ class SnapshotPlan:
     def _largest_experts(self, ordinal: int) -> frozenset[int] | None:
         if not self.selectable:
             return None
-        turns = self.turns(ordinal)
-        number = sum(i in self.selectable for i in turns)
+        turns, number = self.turns(ordinal), self.selected_room(ordinal)
         extra = [
             (c.compute_bytes - c.anchor_bytes, i) for i, c in enumerate(self.costs) if i in self.selectable
         ]

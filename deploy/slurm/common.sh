@@ -25,6 +25,7 @@ is_running() { as_owner sh -c '[ -e "$1" ] && ! flock --nonblock "$1" true' sh "
 # Ends the daemon of $run, and frees its memory. Links in the folders are not followed.
 end_daemon() {
     if [ -d "$run" ]; then
+        as_owner touch "$run/ended" # the prolog's loop starts no further daemon
         as_owner "$CKPTD_SLURM_BIN/ckptctl" stop --wait --timeout 60 >/dev/null 2>&1
         if is_running; then # the process that it has written into its lock, as its owner: root kills for no user
             say "the daemon in $run does not stop: SIGKILL"

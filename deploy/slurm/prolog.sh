@@ -12,8 +12,8 @@ sweep() {
     done
 }
 
-# Started again where it was killed: its memory is still there. It ends by itself when it was stopped (0), or when no
-# further try would help (2: a setting, 3: another daemon, 4: a folder).
+# Started again where it was killed: its memory is still there. The loop ends when it was stopped (0), when no further
+# try would help (2: a setting, 3: another daemon, 4: a folder), or when the epilog has begun to end it.
 daemon_of_the_job() {
     root_folder "$CKPTD_SLURM_RUN" && root_folder "$CKPTD_SLURM_SEGMENTS" || return 1
     sweep
@@ -22,12 +22,12 @@ daemon_of_the_job() {
     for folder in "$run" "$segments"; do
         [ -d "$folder" ] || install -d -m 700 -o "$SLURM_JOB_UID" -g "$(id -g "$SLURM_JOB_UID")" "$folder" || return 1
     done
-    as_owner rm -f "$run/kept"
+    as_owner rm -f "$run/kept" "$run/ended"
     is_running && return # this job's, from before its requeue
     # shellcheck disable=SC2016 # for the inner shell
     as_owner setsid --fork bash -c '
         exec </dev/null >>"$CKPTD_RUNTIME_DIR/ckptd.log" 2>&1
-        while :; do
+        while [ -d "$CKPTD_RUNTIME_DIR" ] && [ ! -e "$CKPTD_RUNTIME_DIR/ended" ]; do
             "$0" run
             case $? in 0 | 2 | 3 | 4) exit ;; esac
             sleep 1

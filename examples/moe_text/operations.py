@@ -31,6 +31,7 @@ from ckptd.demo.report import table
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError
 from examples.moe_text.cluster_run import JOB, ClusterRun, Progress
+from tests.browser import open_page, why_no_browser
 from tests.ckptd.running import attach
 from tests.ckptd.snapshots import flip
 from tests.cluster.daemons import DaemonFailed, HostDaemon
@@ -47,7 +48,6 @@ STEPS = 1_000_000  # the demo ends the job
 ALERT_TIMEOUT_S = 180.0
 BACK_TIMEOUT_S = 120.0
 POLL_S = 0.25
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
 def rules_in_seconds(text: str) -> str:
@@ -267,9 +267,8 @@ def strike(fault: Fault, run: ClusterRun, prometheus: Prometheus, progress: Prog
 
 def picture_of_page(daemon: HostDaemon, picture: Path, folder: Path) -> str:
     """Write what a browser shows of the page; what was done, or why not, in one line."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        return f"no picture of the page: none of {', '.join(BROWSERS)} is installed"
+    if why := why_no_browser():
+        return f"no picture of the page: {why}"
     command = [sys.executable, "-m", "ckptd.ctl", "dash", "--whole-job"]
     with subprocess.Popen(
         command, env={**os.environ, **daemon.env}, stdout=subprocess.PIPE, text=True
@@ -281,16 +280,7 @@ def picture_of_page(daemon: HostDaemon, picture: Path, folder: Path) -> str:
             if found is None:
                 raise JobFailed(f"ckptctl dash says {line!r}, without an address")
             time.sleep(11)  # it asks the other nodes every 10 s
-            subprocess.run(
-                [
-                    *(browser, "--headless", "--no-sandbox", "--disable-gpu"),
-                    *(f"--user-data-dir={folder}", "--virtual-time-budget=5000"),
-                    *("--window-size=1280,1600", f"--screenshot={picture}", found[0]),
-                ],
-                capture_output=True,
-                timeout=120,
-                check=True,
-            )
+            open_page(found[0], folder, f"--screenshot={picture}")
         finally:
             dash.terminate()
     return f"the page          {picture}"

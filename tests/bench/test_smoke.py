@@ -55,7 +55,7 @@ SUBJECTS = [
     (
         "overhead",
         ["--rounds", "1", "--block", "2", "--batch-size", "2", "--settle", "6"],
-        {"overhead_fraction_cpu"},
+        {"overhead_fraction_cpu", "precision"},
     ),
     (
         "restore",
@@ -88,6 +88,11 @@ SUBJECTS = [
         {"small_fraction", "large_fraction", "moe_fraction", "small_extra", "small_samples"},
     ),
     (
+        "replicas",
+        ["--rounds", "1", "--tensors", "20", "--ranks", "4"],
+        {"audit_overhead_fraction", "digests_ms_20", "compared_ms_20", "sent_bytes_20"},
+    ),
+    (
         "replay",
         ["--rounds", "1", "--tokens", "64", "--width", "32", "--layers", "2", "--window", "10"],
         {"replay_cost_90_frozen"},
@@ -113,6 +118,11 @@ SUBJECTS = [
             "bubble_measured_1",
             "bubble_closed_form",
         },
+    ),
+    (
+        "reroute",
+        ["--grids", "24", "--draws", "1"],
+        {"undisturbed_1f1b_24", "ours_24_2", "ours_vs_drop_24_2", "ours_vs_bamboo_24_1", "above_bound_24_1"},
     ),
     (
         "localized",
@@ -176,6 +186,9 @@ SUBJECTS = [
 
 # Each of these takes longer than all others together.
 SLOW = {
+    "stall",
+    "schedule",
+    "rendezvous",
     "traces",
     "localized",
     "overhead",

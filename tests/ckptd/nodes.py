@@ -62,7 +62,7 @@ class Node(DaemonProcess):
     def launch(self) -> None:
         """Start, and wait until it answers (quicker than `ckptctl wait`)."""
         process = self.spawn()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not answers(self.endpoint):
             alive = process.poll() is None and time.monotonic() < deadline
             assert alive, f"{self.name} did not start:\n{self.log_text()}"

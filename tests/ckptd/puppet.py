@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Self
 
 from ckptd.core.slots.segment_format import (
-    SegmentDescriptor,
     encode_descriptor,
     origin_of,
     pack_slot_header,
@@ -26,6 +25,7 @@ from ckptd.transport.peer_messages import (
 from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Completion, Fault, Peer, PeerAddress, RegionKey
 from tests.ckptd.nodes import PORT, Node
+from tests.ckptd.running import descriptor
 from tests.ckptd.snapshots import Snapshot
 
 __all__ = ["Puppet", "begin_slot", "open_replica"]
@@ -44,20 +44,10 @@ def open_replica(
     boot_id: str = "",
 ) -> OpenReplica:
     """Asks for a replica of a rank 0 that lives on this node, with slots of a MiB."""
-    descriptor = SegmentDescriptor(
-        job=job,
-        run=run,
-        rank=0,
-        world_size=1,
-        topology="dp1",
-        layout_version=1,
-        generation=generation,
-        node_id=node,
-        created_at_ns=1,
-        window=window,
-        num_operators=1,
+    told = descriptor(
+        job, run, generation=generation, node_id=node, created_at_ns=1, window=window, num_operators=1
     )
-    origin, encoded = origin_of(descriptor), encode_descriptor(descriptor)
+    origin, encoded = origin_of(told), encode_descriptor(told)
     return OpenReplica(job, run, 0, origin, encoded, 1 << 20, num_slots, epoch, -1, span, boot_id)
 
 

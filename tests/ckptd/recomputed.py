@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.core.slots.segment_format import SlotHeader
-from ckptd.core.slots.slots import SlotState
 from ckptd.storage.gradient_block import (
     UpdatedGroup,
     UpdatedParameter,
@@ -20,9 +17,8 @@ from ckptd.storage.gradient_block import (
     first_gradient,
     write_block,
 )
-from ckptd.storage.image import ImageLayout, seal
 from ckptd.storage.image_format import TensorEntry
-from tests.ckptd.snapshots import Snapshot
+from tests.ckptd.snapshots import Snapshot, sealed_snapshot
 
 __all__ = ["SLOT_BYTES", "Step", "step_of"]
 
@@ -47,9 +43,19 @@ class Step:
 
 
 def step_of(
-    optimizer: str, *, iteration: int = 7, dtype: torch.dtype = torch.float32, **options: Any
+    optimizer: str,
+    *,
+    iteration: int = 7,
+    dtype: torch.dtype = torch.float32,
+    small: bool = False,
+    **options: Any,
 ) -> Step:
-    """Three parameters, of which one has no gradient, after two steps and after a third."""
+    """Three parameters, of which one has no gradient, after two steps and after a third.
+
+    Args:
+        small: the images have the tensors "small" (16 elements) and "empty" besides.
+    """
+    others = {"small": torch.zeros(16), "empty": torch.zeros(0)} if small else {}
     torch.manual_seed(iteration)
     params = {name: torch.nn.Parameter(torch.randn(37, 11, dtype=dtype)) for name in ("a", "b", "idle")}
     made = getattr(torch.optim, optimizer)(params.values(), **options)
@@ -58,13 +64,13 @@ def step_of(
     made.step()
     params["idle"].grad = None
     made.step()
-    before = _snapshot(iteration, _tensors(params, made))
+    before = _snapshot(iteration, _tensors(params, made) | others)
     for name in ("a", "b"):
         params[name].grad = torch.randn(37, 11).to(dtype)
     record = _record(iteration, params, made)
     gradients = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
     made.step()
-    after = _snapshot(iteration + 1, _tensors(params, made))
+    after = _snapshot(iteration + 1, _tensors(params, made) | others)
     slot = bytearray(SLOT_BYTES)
     slot[: len(after.image)] = after.image
     start, end = aligned(len(after.image)), first_gradient()
@@ -116,25 +122,10 @@ def _record(
 
 
 def _snapshot(iteration: int, tensors: Mapping[str, Tensor]) -> Snapshot:
-    entries = [TensorEntry(name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
-    layout = ImageLayout.build(entries, identity={"job": "job"}, num_operators=1, anchors=1)
-    image = bytearray(layout.image_len)
-    layout.write_header(memoryview(image), iteration=iteration, previous=-1, scalars_len=0)
-    for name, tensor in tensors.items():
-        data, at = _bytes(tensor), layout.offset_of(name)
-        image[at : at + len(data)] = data
-    digest = seal(memoryview(image))
-    header = SlotHeader(
-        state=SlotState.SEALED,
-        iteration=iteration,
-        image_len=layout.image_len,
-        sequence=iteration + 1,
-        layout_id=layout.layout_id,
-        writer_pid=os.getpid(),
-        header_digest=digest,
-        epoch=1,
+    return sealed_snapshot(
+        iteration,
+        [(TensorEntry(name, _DTYPES[t.dtype], tuple(t.shape)), _bytes(t)) for name, t in tensors.items()],
     )
-    return Snapshot(header, bytes(image))
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -12,9 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from resource import RLIMIT_NOFILE, setrlimit
 
 import pytest
 
@@ -35,14 +33,20 @@ from ckptd.storage.image import ImageLayout
 from ckptd.storage.image_format import TensorEntry
 from ckptd.transport.messages import Attach, Attached, Filled, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
+from tests import programs
 from tests.ckptd.memory.fresh import put_header
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
+FRESH = (sys.executable, "-m", "ckptd", "run")
 
 
 class DaemonProcess:
-    """A daemon of the test's own, started as a user would start it."""
+    """A daemon of the test's own.
+
+    Attributes:
+        command: starts it in a fresh interpreter, as a user would; without, it is forked (`tests.programs`).
+    """
 
     def __init__(self, **settings: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ckptd-t-"))
@@ -57,8 +61,8 @@ class DaemonProcess:
         self.runtime_dir = Path(self.settings["CKPTD_RUNTIME_DIR"])
         self.endpoint = endpoint_for(str(self.runtime_dir))
         self.log = self.folder / "log"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.command = [sys.executable, "-m", "ckptd", "run"]
+        self.process: subprocess.Popen[bytes] | programs.Program | None = None
+        self.command: list[str] = []
 
     @property
     def env(self) -> dict[str, str]:
@@ -71,10 +75,14 @@ class DaemonProcess:
         self.spawn(*flags)
         self.ctl("wait", "--timeout", "20")
 
-    def spawn(self, *flags: str, files: int | None = None) -> subprocess.Popen[bytes]:
+    def spawn(self, *flags: str, files: int | None = None) -> subprocess.Popen[bytes] | programs.Program:
         """Start without waiting; with at most so many open files."""
-        limit = None if files is None else partial(setrlimit, RLIMIT_NOFILE, (files, files))
         with self.log.open("ab") as log:
+            if not self.command:
+                self.process = programs.start(
+                    "ckptd", "run", *flags, env=self.env, stdout=log, stderr=log, files=files
+                )
+                return self.process
             self.process = subprocess.Popen(
                 [*self.command, *flags],
                 env=self.env,
@@ -82,7 +90,6 @@ class DaemonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=limit,  # noqa: PLW1509 - it takes no lock
             )
         return self.process
 
@@ -100,15 +107,7 @@ class DaemonProcess:
 
     def ctl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run `ckptctl` against this daemon."""
-        done = subprocess.run(
-            [sys.executable, "-m", "ckptd.ctl", *arguments],
-            env=self.env,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = programs.run("ckptd.ctl", *arguments, env=self.env, timeout=60)
         if check:
             assert done.returncode == 0, f"{done.stderr}\n{self.log_text()}"
         return done
@@ -167,7 +166,7 @@ def running_in_own_pid_namespace() -> Iterator[DaemonProcess]:
     ]
     if os.geteuid() != 0:
         pytest.skip("a pid namespace of its own needs root and the unshare command")
-    daemon.command = [*unshare, *daemon.command]
+    daemon.command = [*unshare, *FRESH]
     try:
         daemon.start()
         yield daemon
@@ -182,6 +181,12 @@ def descriptor(
     *,
     world_size: int = 1,
     topology: str = "dp1",
+    generation: int = 0,
+    node_id: str = "",
+    created_at_ns: int = 0,
+    window: int = 2,
+    num_operators: int = 2,
+    client: bytes = b"",
     kind: Kind = "snapshots",
 ) -> SegmentDescriptor:
     """What a trainer says of its segment."""
@@ -192,11 +197,12 @@ def descriptor(
         world_size=world_size,
         topology=topology,
         layout_version=1,
-        generation=0,
-        node_id="",
-        created_at_ns=0,
-        window=2,
-        num_operators=2,
+        generation=generation,
+        node_id=node_id,
+        created_at_ns=created_at_ns,
+        window=window,
+        num_operators=num_operators,
+        client=client,
         kind=kind,
     )
 
@@ -287,11 +293,16 @@ def state_of(segment: Segment, index: int) -> SlotState | None:
     return None if header is None else header.state
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait, bounded, until the condition holds."""
+def eventually(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 60.0) -> None:
+    """Wait, bounded, until the condition holds.
+
+    Args:
+        what: names the condition; called only when time is up, it can say how things are then.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"never came true: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "flip",
     "flip_tensor",
     "sealed_in",
+    "sealed_snapshot",
     "snapshot_of",
     "states_in",
 ]
@@ -77,17 +78,28 @@ def snapshot_of(
     iteration: int, *, size: int = IMAGE_BYTES, tensors: Sequence[str] = ("w",), anchors: int = 1
 ) -> Snapshot:
     """A sealed snapshot that no trainer made, of an epoch 1; each of its tensors has ``size`` bytes."""
-    entries = [TensorEntry(name, "U8", (size,)) for name in tensors]
-    layout = ImageLayout.build(entries, identity={"job": "job"}, num_operators=1, anchors=anchors)
+    random = np.random.default_rng(iteration)
+    content = []
+    for name in tensors:
+        data = bytearray(random.bytes(size))
+        if size >= FORGEABLE_BYTES:
+            plant(data)
+        content.append((TensorEntry(name, "U8", (size,)), bytes(data)))
+    return sealed_snapshot(iteration, content, anchors=anchors)
+
+
+def sealed_snapshot(
+    iteration: int, content: Sequence[tuple[TensorEntry, bytes]], *, anchors: int = 1
+) -> Snapshot:
+    """A sealed snapshot of these tensors and their bytes, of an epoch 1 and with one operator."""
+    layout = ImageLayout.build(
+        [entry for entry, _ in content], identity={"job": "job"}, num_operators=1, anchors=anchors
+    )
     image = bytearray(layout.image_len)
     layout.write_header(memoryview(image), iteration=iteration, previous=-1, scalars_len=0)
-    random = np.random.default_rng(iteration)
-    for name in tensors:
-        offset = layout.offset_of(name)
-        image[offset : offset + size] = random.bytes(size)
-        if size >= FORGEABLE_BYTES:
-            plant(image, offset)
-    digest = seal(memoryview(image))
+    for entry, data in content:
+        at = layout.offset_of(entry.name)
+        image[at : at + len(data)] = data
     header = SlotHeader(
         state=SlotState.SEALED,
         iteration=iteration,
@@ -96,7 +108,7 @@ def snapshot_of(
         sequence=iteration + 1,
         layout_id=layout.layout_id,
         writer_pid=os.getpid(),
-        header_digest=digest,
+        header_digest=seal(memoryview(image)),
         epoch=1,
     )
     return Snapshot(header, bytes(image))

@@ -29,6 +29,7 @@ from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError
 from tests.ckptd.nodes import Net
 from tests.ckptd.peers_harness import Job
+from tests.ckptd.replicated_ranks import PARAMS, ReplicatedRanks
 from tests.ckptd.running import MIB, attach, descriptor, eventually, fill, reserve
 from tests.ckptd.scraped import Page, metrics_address, promtool, scrape
 from tests.ckptd.snapshots import flip
@@ -181,6 +182,17 @@ def replica_is_damaged(it: World) -> None:
     it.until(lambda p: sum(p.by_labels("ckptd_digest_failures_total").values()) > 0, "the drill finds it")
 
 
+def ranks_become_unlike(it: World) -> None:
+    with ReplicatedRanks(it.node) as ranks:
+        for iteration in range(4):
+            ranks.record(iteration)
+        ranks.record(4, unlike=[(1, PARAMS[0])])
+        it.until(
+            lambda p: p.by_labels("ckptd_replica_comparisons_total")["differ",] > 0, "the comparison finds it"
+        )
+        it.until(lambda p: complete(p) == {"memory", "peers", "storage"}, "all tiers are complete")
+
+
 def memory_is_used_up(it: World) -> None:
     with it.node.client() as client:
         attach(client, run="large", needed_bytes=MIB)
@@ -208,7 +220,7 @@ def updates_are_lost(it: World) -> None:
     with it.node.client() as client:
         attach(client, run="lossy", needed_bytes=MIB)
         told = msgspec.msgpack.encode({"operators": [], "policy": "partial"})
-        lossy = msgspec.structs.replace(descriptor(run="lossy"), client=told)
+        lossy = descriptor(run="lossy", client=told)
         reply = client.ask(m.Reserve(MIB, 4, encode_descriptor(lossy)), m.Reserved)
         segment = open_segment(Path(reply.segment.path))
         fill(segment, 0, 1)
@@ -233,6 +245,7 @@ FAULTS = {
     "CkptdPeerDown": Fault(peer_is_lost, num_nodes=3),
     "CkptdPersistFailing": Fault(keeper_dies),
     "CkptdDigestFailure": Fault(replica_is_damaged),
+    "CkptdReplicasDiffer": Fault(ranks_become_unlike),
     "CkptdMemoryNearQuota": Fault(memory_is_used_up),
     "CkptdTrainerStalls": Fault(snapshots_hold_up_training),
     "CkptdTrainersRefused": Fault(job_is_too_large),

@@ -47,6 +47,19 @@ def test_a_bad_setting_ends_the_start(busy: DaemonProcess) -> None:
     assert "memory = 'lots' (from flag --memory)" in done.stderr
 
 
+def test_a_daemon_without_descriptors_says_why_it_does_not_start() -> None:
+    """In a line, and not in a traceback."""
+    code = (
+        "from unittest.mock import Mock; from ckptd import cli; "
+        "cli.Daemon = Mock(side_effect=OSError(24, 'Too many open files')); "
+        "raise SystemExit(cli.main(['run', '--nice', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert done.stderr.endswith("ckptd: the daemon cannot start: [Errno 24] Too many open files\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_configuration_file_that_others_may_write_to_ends_the_start(
     busy: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from ckptd.storage.stores.open_store import open_store
 from ckptd.transport import messages as m
 from tests.ckptd.persistence.slots import fill
 from tests.ckptd.running import DaemonProcess, attach, eventually, reserve, running_daemon
+from tests.ckptd.scraped import metrics_address, scrape
 
 
 def durable(daemon: DaemonProcess) -> Any:
@@ -58,6 +59,24 @@ def test_status_tells_what_is_durable(tmp_path: Path) -> None:
         assert newest is not None
         assert newest.id.end == 8
         segment.close()
+
+
+def test_a_store_that_cannot_be_opened_is_shown_and_counted_as_a_failure(tmp_path: Path) -> None:
+    """The status told of no trouble, no failure was counted, and the event came every three seconds."""
+    settings = {"store": f"file://{tmp_path}/store", "store_options": '{"key": "without its secret"}'}
+    with running_daemon(metrics="127.0.0.1:0", **settings) as daemon, daemon.client() as client:
+        attach(client)
+        here = m.Member(m.NodeCard(client.ask(m.GetStatus(), m.Status).node_id), (0,))
+        client.ask(m.Join(1, -1, (here,)), m.Done)
+        page = metrics_address(daemon.endpoint)
+        failures = "ckptd_persist_failures_total"
+        eventually(
+            lambda: scrape(page).by_labels(failures, reason="not_opened")[()] >= 2, "it is tried again"
+        )
+        (rank,) = durable(daemon)["ranks"]
+        assert rank["reason"].startswith("the store cannot be opened: ")
+        told = client.ask(m.GetEvents(), m.Events).events
+        assert [event.kind for event in told].count("persist.store") == 1
 
 
 def test_status_of_a_daemon_without_a_store_has_nothing_durable() -> None:
@@ -107,6 +126,15 @@ def test_users_that_are_kept_apart_have_a_row_each() -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert {"root (0) 3 GiB 4 GiB", "4000000 1 GiB none"} <= set(rows)
     assert "quota" not in daemon_commands.status_text(STATUS)
+
+
+def test_lost_updates_of_partial_snapshots_are_shown() -> None:
+    metrics = {"lost_tokens_share": 0.041029, "lost_tokens": 211.0, "older_experts": 6.0}
+    lost = m.SessionStatus("j", "r", 1, 2, 7, 20, metrics, 1, 1, 1, 1.0, "pidfd")
+    exact = msgspec.structs.replace(lost, rank=0, metrics={"lost_tokens_share": 0.0})
+    text = daemon_commands.status_text(msgspec.structs.replace(STATUS, sessions=(exact, lost)))
+    (line,) = [line for line in text.splitlines() if line.startswith("lost")]
+    assert "j/r rank 1: PLT 4.1029% in all recoveries; by the last one updates by 211 tokens of 6" in line
 
 
 def test_what_is_under_way_and_what_went_wrong_is_shown() -> None:

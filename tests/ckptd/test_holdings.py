@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, pack_slot_header
+from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
 from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import held_from_segments, newest_history, operators_id
 from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen
+from tests.ckptd.running import descriptor
 
 HEADER = SlotHeader(
     state=SlotState.SEALED,
@@ -69,6 +70,8 @@ def test_a_nodes_holdings_become_records() -> None:
     assert held_from_segments("node-b", [segment(pack_slot_header(HEADER))]) == [
         HeldRecords("node-b", name, False, 3, 3, "table", 16384, (record,))
     ]
+    partial = msgspec.structs.replace(segment(pack_slot_header(HEADER)), partial=True)
+    assert [each.partial for each in held_from_segments("node-b", [partial])] == [True]
     assert held_from_segments("node-b", []) == []
 
 
@@ -114,26 +117,9 @@ def test_snapshots_logs_and_parked_states_of_the_history_that_counts_are_kept_ap
     assert newest_history(RunSeen((), ())).world_size == 0
 
 
-def descriptor(client: bytes) -> SegmentDescriptor:
-    return SegmentDescriptor(
-        job="job",
-        run="run",
-        rank=0,
-        world_size=1,
-        topology="dp1",
-        layout_version=1,
-        generation=0,
-        node_id="",
-        created_at_ns=0,
-        window=2,
-        num_operators=2,
-        client=client,
-    )
-
-
 def test_equal_operator_tables_have_equal_ids_whatever_else_the_trainer_says() -> None:
     def told(**payload: object) -> str:
-        return operators_id(descriptor(msgspec.msgpack.encode(payload)))
+        return operators_id(descriptor(client=msgspec.msgpack.encode(payload)))
 
     assert told(operators=["a", "b"], phases=[1]) == told(phases=[2], operators=["a", "b"])
     assert told(operators=["a", "b"]) != told(operators=["b", "a"])
@@ -142,4 +128,4 @@ def test_equal_operator_tables_have_equal_ids_whatever_else_the_trainer_says() -
 
 def test_a_table_of_another_form_equals_only_itself() -> None:
     payloads = [b"", b"\xc1", msgspec.msgpack.encode({"x": 1}), msgspec.msgpack.encode([1])]
-    assert len({operators_id(descriptor(p)) for p in payloads}) == len(payloads)
+    assert len({operators_id(descriptor(client=p)) for p in payloads}) == len(payloads)

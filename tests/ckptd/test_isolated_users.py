@@ -202,6 +202,10 @@ def test_no_user_reaches_the_memory_of_another_even_after_a_restart_of_the_daemo
         assert not file.exists()
 
 
+COUNTED = """
+with connect(endpoint, 20) as client:
+    counted = client.ask(m.GetStatus(), m.Status).counters
+"""
 QUOTAS = """
 with connect(endpoint, 20) as client:
     attach(client, job=mine, needed_bytes=16 << 20)
@@ -218,7 +222,7 @@ with connect(endpoint, 20) as client:
 
 
 def test_a_user_has_a_quota_and_another_one_a_larger_one() -> None:
-    with node(user_quota="24MiB", user_quotas=f"{BOB}=40MiB") as here:
+    with node(user_quota="24MiB", user_quotas=f"{BOB}=40MiB, no-such-user=1GiB") as here:
         first, second, third, user = here.asks(ALICE, QUOTAS, {"path": "", "job": ""})
         assert first == {"first": "Reserved"}
         assert second["code"] == third["code"] == "user_quota"
@@ -230,6 +234,9 @@ def test_a_user_has_a_quota_and_another_one_a_larger_one() -> None:
         assert first == {"first": "Reserved"}
         assert f"may have 40 MiB on this node, of which 28 MiB is in use by {BOBS}/run" in third["message"]
         assert user == {"user": BOB, "quota": 40 * MIB, "fits": True}
+        assert here.asks(
+            DAEMON, COUNTED + "say(n=counted['event.unknown_user'])", {"path": "", "job": ""}
+        ) == [{"n": 1}]
 
 
 OUTSIDE = """
@@ -254,9 +261,10 @@ def test_who_is_not_in_the_group_is_refused_although_the_path_is_open() -> None:
         told = json.loads(said)
         assert told["code"] == "not_member"
         assert told["message"].endswith(f"of user {OUTSIDER} is not in group {GROUP} (trainer_group)")
-        question = "with connect(endpoint, 20) as client:\n say(n=client.ask(m.GetStatus(), m.Status).counters['refused.not_member'])"
         (here.folder / "run/ckptd.sock").chmod(0o660)
-        assert here.asks(DAEMON, question, {"path": "", "job": ""}) == [{"n": 1}]
+        assert here.asks(
+            DAEMON, COUNTED + "say(n=counted['refused.not_member'])", {"path": "", "job": ""}
+        ) == [{"n": 1}]
 
 
 def _train(user: int, arguments: list[str], environment: dict[str, str]) -> None:
@@ -270,14 +278,14 @@ def _train(user: int, arguments: list[str], environment: dict[str, str]) -> None
 
 
 def test_a_killed_job_of_a_user_resumes_at_the_exact_bits_beside_that_of_another() -> None:
-    """Both have the same run, and jobs of the same name but for their users; the daemon is killed in between."""
+    """Both run the same script in one folder, without a name for the job; the daemon is killed in between."""
     outs = Path(tempfile.mkdtemp(prefix="ckptd-o-", dir="/tmp"))
     outs.chmod(0o777)
 
     def train(user: int, name: str, here: Node | None, *options: str) -> BaseProcess:
         daemon = "none" if here is None else here.endpoint
         arguments = ["plain", "--out", f"{outs}/{name}.pt", "--total", str(TOTAL), "--run", "r"]
-        arguments += ["--daemon", daemon, "--set", f'job="u{user}.e2e"', *options]
+        arguments += ["--daemon", daemon, "--set", "job=null", *options]
         told = {} if here is None else here.trust
         life = FORKED.Process(target=_train, args=(user, arguments, told))
         life.start()

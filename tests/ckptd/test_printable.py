@@ -37,6 +37,7 @@ SECRET = "hunter2-very-secret"
         (f"https://h/x?token={SECRET}", "https://h/x?token=***"),
         (f"secret_access_key={SECRET}, region=eu", "secret_access_key=***, region=eu"),
         (f"{{'aws_secret_access_key': '{SECRET}'}}", "{'aws_secret_access_key': \"***\"}"),
+        ("lost_tokens_limit=0.05, token=" + SECRET, "lost_tokens_limit=0.05, token=***"),
         ("tcp://10.0.0.1:5 and s3://bucket/a@b stay", "tcp://10.0.0.1:5 and s3://bucket/a@b stay"),
     ],
 )
@@ -47,12 +48,14 @@ def test_secrets_are_hidden(text: str, shown: str) -> None:
 def test_options_keep_what_is_not_secret() -> None:
     told = {
         "region": "eu",
+        "lost_tokens_share": 0.05,
         "secret_access_key": SECRET,
         "client": {"headers": {"Authorization": SECRET}},
     }
     shown = hide_options(json.dumps(told))
     assert SECRET not in shown
     assert json.loads(shown)["region"] == "eu"
+    assert json.loads(shown)["lost_tokens_share"] == 0.05
 
 
 def test_controls_are_escaped() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.restart_line import LINE_VARIABLE, HostEnd, NextEpoch, TrainerEnd, inherited_line
+from tests.ckptd.restart_ends import inherited_end
 
 EPOCH = NextEpoch(3, {"MASTER_PORT": "4711"}, "rank 1: SIGKILL")
 
@@ -31,11 +32,8 @@ def host() -> Iterator[HostEnd]:
 
 @pytest.fixture
 def trainer(host: HostEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerEnd]:
-    monkeypatch.setenv(LINE_VARIABLE, str(host.descriptor))
-    end = inherited_line()
-    assert end is not None
-    yield end
-    end._socket.close()
+    with inherited_end(host, monkeypatch) as end:
+        yield end
 
 
 def test_a_trainer_that_can_stay_is_offered_the_next_epoch(host: HostEnd, trainer: TrainerEnd) -> None:

@@ -1,4 +1,7 @@
-"""One daemon for the tests of a folder, with a runtime and a segment folder of its own."""
+"""One daemon for the tests of a file, with a runtime and a segment folder of its own.
+
+One for all files kept some 200 runs, and looked at each of them once a second until the session's end.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ import pytest
 from tests.e2e.harness import DaemonProcess
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real daemon."""
     runtime = tmp_path_factory.mktemp("daemon") / "run"
     runtime.mkdir(mode=0o700)
     segments = Path(tempfile.mkdtemp(prefix="ckptd-test-", dir="/dev/shm"))
     try:
-        # Some 200 runs of all tests stay until its end.
         with DaemonProcess(runtime, segments, "--memory", "4GiB").running() as daemon:
             yield daemon.endpoint
     finally:

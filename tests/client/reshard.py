@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -16,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
-def main() -> None:
-    checkpoint, folder = map(Path, sys.argv[1:3])
+def main(checkpoint: Path, folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     _compare(checkpoint, folder, world_size)
@@ -41,7 +39,3 @@ def _compare(checkpoint: Path, folder: Path, world_size: int) -> None:
         found = shards[name]
         whole = found.full_tensor() if isinstance(found, DTensor) else found
         assert torch.equal(whole, tensor), name
-
-
-if __name__ == "__main__":
-    main()

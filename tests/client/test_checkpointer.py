@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import threading
 import uuid
 import weakref
@@ -324,6 +325,23 @@ class TestOn:
         reference.load_state_dict(optimizer.state_dict())
         train(Checkpointer(model, reference, daemon=None), model, reference, 2)
         assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    def test_where_copies_run_is_not_tried_again_after_a_restart(
+        self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 60)
+        found = re.findall(r"copies run (beside training|in the training thread) ", caplog.text)
+        assert len(found) == 1
+        ckpt.close()
+        other = MoE()
+        others = AdamW(other.parameters())
+        again = make(other, others)
+        train(again, other, others, 64)
+        assert f"copies run {found[0]} (as the trainer before this one had measured)" in caplog.text
+        assert again.stats()["inline_copy"] == (found[0] == "in the training thread")
 
     def test_each_start_tells_once_how_long_its_phases_took(
         self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture

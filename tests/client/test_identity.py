@@ -11,7 +11,7 @@ from ckptd.client.identity import Identity, identify
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "CKPTD_DAEMON_USER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["/home/me/my train.py"])
 
@@ -31,6 +31,24 @@ def test_scripts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     assert identify(None, None, None, None).job != here
     monkeypatch.setattr("sys.argv", ["/home/you/" + "x" * 80 + ".py"])
     assert re.fullmatch(r"x{55}-[0-9a-f]{8}", identify(None, None, None, None).job)
+
+
+@pytest.mark.parametrize(
+    ("runs_it", "prefix"), [("54101", "u4294967294."), ("4294967294", ""), ("nobody-here", "")]
+)
+def test_users_of_one_daemon_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, runs_it: str, prefix: str
+) -> None:
+    """Their script may be the same file, started in the same folder."""
+    alone = identify(None, None, None, None).job
+    monkeypatch.setattr("os.geteuid", lambda: 4_294_967_294)
+    monkeypatch.setenv("CKPTD_DAEMON_USER", runs_it)
+    assert identify(None, None, None, None).job == prefix + alone
+    assert identify("gpt", None, None, None).job == "gpt"
+    monkeypatch.setattr("sys.argv", ["/home/you/" + "x" * 80 + ".py"])
+    job = identify(None, None, None, None).job
+    assert job.startswith(f"{prefix}x")
+    assert len(job) == 64
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ FULL = Stats(
     snapshot_step=41, failed=1, torn=2, no_slot=3, undecided=4, lost_tokens_share=0.02, replayed_steps=5
 )
 FULL.phases = {RecoveryPhase.LOADED: 1.5, RecoveryPhase.FIRST_NEW_STEP: 0.5}
-FULL.lost_iterations, FULL.daemon_outages, FULL.unprotected = 2, 1, 1
+FULL.redone_iterations, FULL.daemon_outages, FULL.unprotected = 2, 1, 1
 FULL.note_stall(0.001, 0.003)
 FULL.note_stall(0.0, 0.002)
 

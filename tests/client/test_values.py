@@ -199,6 +199,32 @@ def test_values_that_are_nested_deeply_are_refused_and_end_no_process() -> None:
     assert values.unpack(values.pack(deepest)) == deepest, "the depth of what was refused is not kept"
 
 
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        (1, 0.5),  # a tuple of a number
+        (2, ["float32", [1 << 40], b"", "cpu"]),
+        (2, ["nn", [1], b"1234", "cpu"]),
+        (2, ["float32", [7], b"1234", "cpu"]),
+        (3, ["<f4"]),
+        (2, ["float32", [1], 1 << 53, "cpu"]),
+        (3, ["<f8", [1], 1 << 53]),  # as many zeros
+        (3, ["(1,f4", [1], b"1234"]),  # numpy reads it as Python
+        (6, [[1]]),  # a set of lists
+        (10, "nn"),
+        (11, "toaster"),
+    ],
+)
+def test_damaged_values_are_refused_by_one_error(code: int, content: object) -> None:
+    """Fuzzing found that a damaged value left by whatever its type raised, and that a tensor without bytes
+    could have any size.
+    """
+    with pytest.raises(ValueError, match=r"."):
+        values.unpack(msgpack.packb(msgpack.ExtType(code, msgpack.packb(content))))
+    with pytest.raises(ValueError, match="unhashable"):
+        values.unpack(b"\x81\x90\x01")
+
+
 def test_an_unknown_code_is_from_a_newer_version() -> None:
     import msgpack
 

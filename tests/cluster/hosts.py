@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from tests.cluster.forked_torchrun import ForkedModule
 from tests.cluster.leftovers import MARKER, REPOSITORY, Guardian, Leftovers, kill_processes
 from tests.cluster.leftovers import processes_of as _processes_of
 from tests.cluster.network import (
@@ -73,7 +74,7 @@ class Host:
         self.marker = f"{tag}.{name}"
         self._network = network
         self._cut: set[int] = set()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedModule] = []
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.address} {'up' if self.up else 'down'}>"
@@ -111,6 +112,19 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start this Python in the host with these arguments."""
         return self.start([sys.executable, *arguments], env, log=log)
+
+    def module(
+        self, *words: str, env: Mapping[str, str] | None = None, log: Path, forked: bool
+    ) -> subprocess.Popen[bytes] | ForkedModule:
+        """Start ``python -m`` with these words in the host; forked where it can be (`ForkedModule`)."""
+        namespace = self._network.namespace_of(self.index)
+        if namespace is None or not forked:
+            return self.python("-m", *words, env=env, log=log)
+        assert self.up, f"{self.name} is down: boot() it first"
+        told = {**clean_environment(), MARKER: self.marker, **(env or {})}
+        process = ForkedModule(namespace, words, told, log=log)
+        self._processes.append(process)
+        return process
 
     def pids(self) -> set[int]:
         """All live processes of the host, descendants of descendants included."""

@@ -104,7 +104,14 @@ def _closing(pids: set[int]) -> set[int]:
     The first thread of a process may be, and with it its environment and namespace, while others
     still hold the sockets: who takes the network away now does so before the peers are told.
     """
-    return {pid for pid in pids if any(_runs(task) for task in Path(f"/proc/{pid}/task").glob("*"))}
+    return {pid for pid in pids if any(map(_runs, _threads(pid)))}
+
+
+def _threads(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []  # somebody has waited for it
 
 
 def _runs(task: Path) -> bool:

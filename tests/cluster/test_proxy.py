@@ -14,6 +14,7 @@ import pytest
 
 from tests.ckptd.running import eventually
 from tests.cluster.proxy import FaultProxy
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -176,9 +177,7 @@ def test_truncation_ends_in_the_middle_of_a_chunk(proxy: FaultProxy) -> None:
 
 
 def test_a_dead_target_resets_and_a_new_one_is_found(proxy: FaultProxy, echo: tuple[str, int]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        nobody = unused.getsockname()
-    proxy.target = nobody
+    proxy.target = ("127.0.0.1", free_port())
     with pytest.raises(ConnectionError), _connect(proxy) as peer:
         assert peer.recv(1) != b""
     proxy.target = echo

@@ -47,7 +47,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from tests.cluster.forked_torchrun import ForkedModule
 from tests.cluster.hosts import Cluster, Host
+from tests.ports import free_port
 
 __all__ = ["SETTINGS", "JobFailed", "TorchrunJob"]
 
@@ -76,14 +77,6 @@ SETTINGS: dict[str, str] = {
 }
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
-STORE_PROGRAM = """
-import signal, sys
-from torch.distributed import TCPStore
-store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False, multi_tenant=True)
-print("listening", flush=True)
-signal.pause()
-"""
-
 
 class JobFailed(RuntimeError):
     """An agent ended when it should not, or a wait took too long; with the end of every log."""
@@ -92,7 +85,7 @@ class JobFailed(RuntimeError):
 @dataclass(slots=True)
 class _Agent:
     host: Host
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedModule
     log: Path
 
 
@@ -105,6 +98,8 @@ class TorchrunJob:
         folder: where logs go, `<host>.log`; made by the caller.
         env: more environment for the agent of a host (its daemon's folders, say), and so for its worker.
         settings: options of every agent.
+        forked: processes begin with torch imported where they can (`tests.cluster.forked_torchrun`): a start takes a
+            tenth of a second, and no measurement may do so.
     """
 
     def __init__(
@@ -117,12 +112,13 @@ class TorchrunJob:
         env: Callable[[Host], Mapping[str, str]] = lambda host: {},
         run_id: str = "",
         settings: Mapping[str, str] = MappingProxyType(SETTINGS),
+        forked: bool = False,
     ) -> None:
         self._cluster, self._command, self._nnodes = cluster, list(command), nnodes
-        self._folder, self._env, self._settings = folder, env, settings
+        self._folder, self._env, self._settings, self._forked = folder, env, settings, forked
         self.run_id = run_id or f"run-{secrets.token_hex(4)}"
         self._agents: dict[str, _Agent] = {}
-        self._store: subprocess.Popen[bytes] | None = None
+        self._store: subprocess.Popen[bytes] | ForkedModule | None = None
         self._port = STORE_PORT
 
     def start(self, hosts: Sequence[Host] | None = None) -> None:
@@ -134,9 +130,10 @@ class TorchrunJob:
     def _start_store(self) -> None:
         head, log = self._cluster.head, self._folder / "store.log"
         if head.interface == "lo":  # the port is shared with the whole machine
-            with socket.create_server((head.address, 0)) as free:
-                self._port = free.getsockname()[1]
-        self._store = head.python("-c", STORE_PROGRAM, head.address, str(self._port), log=log)
+            self._port = free_port(head.address)
+        self._store = head.module(
+            "tests.cluster.torchrun_store", head.address, str(self._port), log=log, forked=self._forked
+        )
         deadline = time.monotonic() + START_TIMEOUT_S
         while "listening" not in log.read_text():
             if self._store.poll() is not None or time.monotonic() > deadline:
@@ -150,12 +147,14 @@ class TorchrunJob:
         options = [word for option in self._settings.items() for word in option]
         endpoint = f"{self._cluster.head.address}:{self._port}"
         arguments = [
-            *("-m", "torch.distributed.run", *options, "--nnodes", str(self._nnodes)),
+            *("torch.distributed.run", *options, "--nnodes", str(self._nnodes)),
             *("--rdzv-id", self.run_id, "--rdzv-endpoint", endpoint, "--local-addr", host.address),
             *self._command,
         ]
         env = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface, **self._env(host)}
-        self._agents[host.name] = _Agent(host, host.python(*arguments, env=env, log=log), log)
+        self._agents[host.name] = _Agent(
+            host, host.module(*arguments, env=env, log=log, forked=self._forked), log
+        )
 
     def alive(self, host: Host) -> bool:
         """Whether the host's agent runs."""

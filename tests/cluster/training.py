@@ -5,17 +5,19 @@ hosts, and how it must end.
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from tests.cluster import job
 from tests.cluster.daemons import HostDaemon
 from tests.cluster.hosts import Cluster, Host, clean_environment
 from tests.cluster.torchrun import TorchrunJob
 from tests.e2e.compare import differences
+from tests.forked import FORKED
 
 __all__ = ["ClusterTraining", "undisturbed"]
 
@@ -51,6 +53,7 @@ class ClusterTraining:
             nnodes=num_ranks,
             folder=folder,
             env=lambda host: self.daemons[host.name].env,
+            forked=True,
         )
 
     def __enter__(self) -> Self:
@@ -127,17 +130,26 @@ class ClusterTraining:
 def undisturbed(folder: Path, *, num_ranks: int, total: int) -> Path:
     """The end of ranks that nobody disturbs, without hosts and without ckptd."""
     (folder / "hurry").touch()
-    command = [sys.executable, "-m", "tests.cluster.job", str(folder), "--daemon", "none"]
-    command += ["--total", str(total), "--store", str(folder / "store")]
+    words = [str(folder), "--daemon", "none", "--total", str(total), "--store", str(folder / "store")]
     ranks = []
     for rank in range(num_ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks)}
-        env = {**clean_environment(), **own, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(subprocess.Popen(command, env=env))
+        env = {**clean_environment(), **own, "GLOO_SOCKET_IFNAME": "lo"}
+        ranks.append(FORKED.Process(target=_run_rank, args=(words, env), daemon=False))
+        ranks[-1].start()
     try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * num_ranks
+        for process in ranks:
+            process.join(120)
+        assert [process.exitcode for process in ranks] == [0] * num_ranks
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
     return folder
+
+
+def _run_rank(words: list[str], env: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = ["job", *words]
+    job.main()

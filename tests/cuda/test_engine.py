@@ -264,17 +264,22 @@ class Gate:
     enabled = True
 
     def __init__(self, *, is_open: bool = True) -> None:
-        self.begun: list[int] = []
+        self.begun = 0
+        self.planned: list[int] = []
         self.sizes: list[int] = []
         self.copied_: list[tuple[int, float]] = []
         self.asked, self._open = threading.Event(), threading.Event()
         if is_open:
             self._open.set()
 
-    def begin(self, total_bytes: int) -> None:
-        self.begun.append(total_bytes)
+    def begin(self) -> None:
+        self.begun += 1
+
+    def plan(self, total_bytes: int) -> None:
+        self.planned.append(total_bytes)
 
     def admit(self, size_bytes: int) -> None:
+        assert len(self.planned) == self.begun, "a piece before the plan"
         self.asked.set()
         assert self._open.wait(20), "nobody was in a hurry"
         self.sizes.append(size_bytes)
@@ -311,7 +316,7 @@ class TestCpuEnginePaced(EngineTests):
         for each in (rows, late):
             assert torch.equal(memory.read(each), each.view().to(each.dtype))
         assert memory.untouched([rows, late])
-        assert gate.begun == [rows.nbytes]
+        assert (gate.begun, gate.planned) == (1, [rows.nbytes + late.nbytes])
         assert len(gate.sizes) > 2
         assert max(gate.sizes) <= 1 << 20
         assert sum(gate.sizes) == gate.copied_[0][0] == rows.nbytes + late.nbytes
@@ -336,7 +341,7 @@ class TestCpuEnginePaced(EngineTests):
         engine, gate = CpuEngine(), Gate(is_open=False)
         engine.pacer, gate.enabled = gate, False
         self.copy(engine, memory, [item(self.random(64), 0)])
-        assert (gate.begun, gate.sizes) == ([], [])
+        assert (gate.begun, gate.planned, gate.sizes) == (0, [], [])
         engine.close()
 
 

@@ -12,8 +12,9 @@ from typing import Any, Literal, NotRequired, TypedDict, is_typeddict
 
 import msgspec
 
-from ckptd.core.advice.outlook import Choice
+from ckptd.core.advice.outlook import Choice, StorageOutlook
 from ckptd.core.recovery.whatif import RankOutcome
+from ckptd.ctl.audit.audit_run import Audited
 from ckptd.ctl.doctor import Grade
 from ckptd.ctl.elastic_answers import PlacementMove
 from ckptd.ctl.stores.store_changes import Collected, Pinned, Removed
@@ -191,19 +192,24 @@ class RatedPolicy(TypedDict):
     replication_Bps: float
     behind: bool
     ettr: float
+    older_iterations: float
     lost_share: float
     localized: bool
+    storage: StorageOutlook | None
     recovery_s: float
+    loss_s: float
     played_ettr: float
 
 
 class Advice(TypedDict):
-    """What to take; ``arguments`` is what to pass to `Checkpointer`."""
+    """What to take; ``arguments`` is what to pass to `Checkpointer`, ``settings`` what to set for daemons."""
 
     iteration_s: float
     mtbf_s: float
     rank_state_bytes: int
+    assumed: str
     arguments: str
+    settings: dict[str, int]
     rejected: str
     policies: list[RatedPolicy]
 
@@ -324,6 +330,7 @@ ANSWERS: dict[str, Any] = {
     "export": ExportReport,
     "import": ImportReport,
     "peers": m.Peers,
+    "audit": Audited,
     "whatif": Prediction,
     "drill": m.DrillReport,
     "elastic plan": PlannedPlacement,

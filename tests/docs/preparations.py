@@ -30,6 +30,32 @@ stages = nn.ModuleList([model])
 schedule = ScheduleGPipe(PipelineStage(model, 0, 1, torch.device("cpu")), 1, loss_fn=nn.functional.mse_loss)
 """
 
+_REROUTED = """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts
+from ckptd.core.reroute.reroute_plan import plan_reroute
+
+loss_fn, ranks, batch, labels = nn.functional.mse_loss, [[0]], inputs[:8], targets[:8]
+rows = torch.zeros(4, 4)
+stage = PipelineStage(
+    model, 0, 1, torch.device("cpu"), input_args=rows, output_args=rows.clone().requires_grad_()
+)
+schedule = ScheduleGPipe(stage, 2, loss_fn=loss_fn)
+
+
+def plan_of(step):
+    return plan_reroute(PipelineGrid(1, (StageCosts(1, 1, 1),), 2)) if step > 1 else None
+
+
+def micro_batch(step, pipeline, number):
+    return batch.chunk(2)[number]
+
+
+def target(step, pipeline, number):
+    return labels.chunk(2)[number]
+"""
+
 _ELASTIC = """
 import numpy as np
 
@@ -102,6 +128,7 @@ def loss_of(model, samples):
 
 # Code that runs before the block, with the names of the training.
 PREPARATIONS: dict[str, str] = {
+    "runner = ReroutedStage(": _REROUTED,
     "reader = LogReader(": """
 import os
 from ckptd.client.identity import identify
@@ -307,6 +334,7 @@ NOT_RUN: dict[str, str] = {
     'RunOptions(job="tutorial"': "killed and resumed: tests/docs/test_tutorial.py",
     'slots=3, run=RunOptions(name="elastic"': "two ranks, then three: tests/e2e/test_elastic_docs.py",
     "fed = FedLogs(": "a part of a localized recovery: tests/client/pipeline",
+    "training = ReroutedTraining(": "under hosts: tests/client/rerouting",
     "if not log.receive_activation(buffer": "two ranks that send each other: tests/e2e/parallel/logged.py",
     "if log.activation(output, micro_batch=m": "two ranks that send each other: tests/e2e/parallel/logged.py",
 }

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ckptd import cli
 from ckptd.config.daemon_config import load_config
 from ckptd.ctl import main as ctl
-from tests.docs.code_blocks import ROOT, CodeBlock, code_blocks
+from tests.docs.code_blocks import ROOT, CodeBlock, code_blocks, pages
 from tests.docs.conftest import Node
 
 # What runs whole, in order: tests/docs/test_tutorial.py.
@@ -35,23 +36,15 @@ NOT_RUN = {
     "docker": "needs a container engine",
     "done": "the end of a loop",
     "for": "the shell's: what it repeats is run once",
-    "git": "fetches from elsewhere",
     "grep": "reads what another program prints",
-    "head": "reads what another program prints",
     "helm": "needs a cluster",
     "install": "writes to the system's folders",
-    "jq": "reads what another program prints",
-    "kill": "ends a process of the reader",
     "kubectl": "needs a cluster",
     "make": "runs for minutes; the target is looked for in the Makefile",
-    "mount": "changes the system",
     "pip": "installs; tests/test_packaging.py builds and installs the wheel",
-    "pkill": "ends a process of the reader",
     "python": "runs for minutes, or is the reader's script; a module of ours is looked for",
     "sbatch": "needs a cluster",
     "scontrol": "needs a cluster",
-    "squeue": "needs a cluster",
-    "srun": "needs a cluster",
     "systemctl": "changes the system; tests/systemd.py runs the units",
     "systemd-sysusers": "changes the system",
     "torchrun": "several processes; tests/e2e start them",
@@ -59,7 +52,7 @@ NOT_RUN = {
 }
 # Commands of ckptctl that are parsed, and not run.
 CTL_NOT_RUN = {
-    "dash": "serves until it is interrupted: tests/e2e/test_dash.py",
+    "audit": "starts the reader's program: tests/e2e/test_audit.py",
     "stop": "ends the daemon of the other commands: tests/ckptd/ctl/lifecycle",
 }
 # What these print is the same each time, and is compared with what the page shows.
@@ -145,9 +138,22 @@ def test_a_command_is_one(command: Command) -> None:
 
 
 def test_no_reason_is_left_over() -> None:
-    used = {words[0] for command in COMMANDS for _, words in command.programs() if words}
-    assert {"ckptctl", "ckptd", "pip", "make", "torchrun"} <= used
+    typed = [words for command in COMMANDS for _, words in command.programs() if words]
+    assert NOT_RUN.keys() - {words[0] for words in typed} == set()
+    assert CTL_NOT_RUN.keys() - {words[1] for words in typed if words[0] == "ckptctl"} == set()
     assert tuple(e for e in EXACT if any(c.line.startswith(e) and c.output for c in COMMANDS)) == EXACT
+
+
+def test_what_a_page_installs_is_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {
+        extra
+        for page in pages()
+        for extras in re.findall(r"\bckptd\[([^\]]+)\]", page.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    assert {"elastic", "s3"} <= named
+    assert named - project["optional-dependencies"].keys() == set()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by dcp.save, in this process alone
@@ -155,6 +161,7 @@ def test_the_commands_of_ckptd_run(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of the pages, each block in a folder of its own."""
+    monkeypatch.setenv("CKPTD_STORE", node.store)
     ran = 0
     for command in (each for each in COMMANDS if each.block.page != TUTORIAL):
         folder = tmp_path / f"{command.block.page.replace('/', '-')}-{command.block.line}"

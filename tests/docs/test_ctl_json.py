@@ -6,20 +6,39 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import msgspec
 import pytest
 
+from ckptd.core.slots.segment_format import encode_descriptor
+from ckptd.ctl.audit.audit_run import conclude
+from ckptd.ctl.audit.step_copies import CopiedStep
 from ckptd.ctl.main import command_parser, main
 from ckptd.ctl.usage.examples import EXAMPLES
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient
+from tests.ckptd.running import MIB, attach, descriptor
 from tests.docs.code_blocks import ROOT
 from tests.docs.conftest import Node
 from tests.docs.ctl_answers import ANSWERS, PAGE, SCHEMA, schema, strict, written
+from tests.forked_child import forked_child
 
-# After the exit code, the command; `stop` is the last one.
+__all__ = ["forked_child"]
+
+# After the exit code, the command. These are asked beside an elastic run whose replay failed …
+BESIDE_RUN_2 = """
+0 elastic show --job moe --run run-2
+1 elastic whatif --job moe --run run-2 --lose node=a
+4 unquarantine moe run-2
+4 forget moe run-2 --yes
+"""
+# … these when it has ended; `stop` is the last one.
 COMMANDS = """
+0 unquarantine moe run-2
+0 forget moe run-2 --yes
 0 status
 0 snapshots --operators
 0 iterations
@@ -31,7 +50,6 @@ COMMANDS = """
 1 park --timeout 5
 0 admit moe run-1 node-x
 4 forget moe run-1 --yes
-4 unquarantine moe run-1
 0 export --to model.safetensors
 0 import --from model.safetensors --to start
 0 elastic plan job.json
@@ -72,6 +90,8 @@ def published() -> dict[str, Any]:
 
 def check(document: Any, name: str, published: dict[str, Any]) -> None:
     """Raises ValidationError; a key that is not published is an error, too."""
+    import jsonschema  # takes seconds, and every worker collects every file
+
     part = {"$defs": strict(published)["$defs"], **published["properties"][name]}
     jsonschema.validate(document, part, cls=jsonschema.Draft202012Validator)
 
@@ -83,13 +103,15 @@ def test_the_files_are_those_of_the_types() -> None:
 
 
 def test_every_command_has_a_schema(published: dict[str, Any]) -> None:
+    import jsonschema
+
     jsonschema.Draft202012Validator.check_schema(published)
     assert {name.removeprefix("ckptctl ") for name in EXAMPLES} == ANSWERS.keys()
     assert published["properties"].keys() == {*ANSWERS, "error"}
     assert command_parser().prog == "ckptctl"
 
 
-def lines(node: Node) -> Iterator[tuple[int, str, list[str]]]:
+def lines(commands: str, node: Node) -> Iterator[tuple[int, str, list[str]]]:
     """Exit code, name and words of each command."""
     there = {
         "KEY": "a" * 40,
@@ -98,12 +120,28 @@ def lines(node: Node) -> Iterator[tuple[int, str, list[str]]]:
         "SIGNER": "5f" * 32,
         "STORE": node.store,
     }
-    for line in COMMANDS.strip().splitlines():
+    for line in commands.strip().splitlines():
         code, *words = line.split()
         name = max((each for each in ANSWERS if f"{' '.join(words)} ".startswith(f"{each} ")), key=len)
         yield int(code), name, [there.get(word, word) for word in words]
 
 
+@contextmanager
+def run_2(node: Node) -> Iterator[None]:
+    """A rank that has told of the placement of its experts, and of a replay that did not reproduce."""
+    nodes = tuple(m.ElasticNode(name, 2, holds=((0, expert),)) for name, expert in (("a", 1), ("b", 2)))
+    with ControlClient(node.daemon.endpoint, timeout_s=20) as client:
+        attach(client, job="moe", run="run-2", needed_bytes=MIB)
+        own = encode_descriptor(descriptor("moe", "run-2"))
+        client.ask(m.Reserve(1 << 16, 2, own), m.Reserved)
+        client.send(m.TellElastic(m.Elastic(((4, 2, 1),), nodes, expert_bytes=((100,),))))
+        failure = m.ReplayFailure(5, ((5, 0, 0),), (), "result", "drop", "unknown")
+        client.ask(m.TellReplay(failure), m.Done)
+        yield
+        client.ask(m.Detach(final=False), m.Done)
+
+
+@pytest.mark.usefixtures("forked_child")
 def test_the_answers_of_a_node(
     node: Node,
     published: dict[str, Any],
@@ -112,6 +150,7 @@ def test_the_answers_of_a_node(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTD_STORE", node.store)
     Path("job.json").write_text('{"loads": [[100, 20, 300, 80]], "nodes": 4, "slots": 2}')
     dash = [sys.executable, "-m", "ckptd.ctl", "dash", "--json"]
     with subprocess.Popen(dash, cwd=ROOT, stdout=subprocess.PIPE, text=True) as serving:
@@ -121,16 +160,26 @@ def test_the_answers_of_a_node(
     assert main(["doctor", "--json"]) in (0, 1)  # of this machine
     check(json.loads(capsys.readouterr().out), "doctor", published)
     seen = {"dash", "doctor"}
-    for code, name, words in lines(node):
-        ended = main([*words, "--json"])
-        printed = capsys.readouterr()
-        assert ended == code, f"{words}: {printed.out}{printed.err}"
-        (document,) = map(json.loads, printed.out.splitlines())
-        if isinstance(document, dict) and document.keys() == {"error", "exit_status"}:
-            assert document["exit_status"] == code
-            name_of_schema = "error"
-        else:
-            name_of_schema = name
-        check(document, name_of_schema, published)
-        seen.add(name)
-    assert seen == ANSWERS.keys()
+
+    def ask(commands: str) -> None:
+        for code, name, words in lines(commands, node):
+            ended = main([*words, "--json"])
+            printed = capsys.readouterr()
+            assert ended == code, f"{words}: {printed.out}{printed.err}"
+            (document,) = map(json.loads, printed.out.splitlines())
+            if isinstance(document, dict) and document.keys() == {"error", "exit_status"}:
+                assert document["exit_status"] == code
+                check(document, "error", published)
+            else:
+                check(document, name, published)
+                seen.add(name)
+
+    with run_2(node):
+        ask(BESIDE_RUN_2)
+    ask(COMMANDS)
+    # It runs the program that trains: tests/e2e/test_audit.py.
+    found = m.AuditDifference(5, "operator a: param of a", "a", 4, 1, 1, 0.5)
+    report = m.AuditReport(0, 1, 4, 5, 10, 0.1, "", "result", 1, (found,))
+    answer = conclude(CopiedStep("job", "run", 1, 4, 5, 0, {}, 0.1, 1, 1), [report], [report], 3.0)
+    check(json.loads(msgspec.json.encode(answer)), "audit", published)
+    assert seen | {"audit"} == ANSWERS.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.docs.code_blocks import CodeBlock, code_blocks
 from tests.docs.preparations import NOT_RUN, PREPARATIONS
 from tests.docs.training import STEPS, names_of_a_training
 from tests.e2e.harness import DaemonProcess
+from tests.ports import free_port
 
 BLOCKS = code_blocks("python")
 
@@ -29,8 +29,7 @@ def launched(block: CodeBlock, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """As by torchrun with one rank, in a process group if the block does not make it itself."""
     # Each block is a run of its own: they have other models.
     patch.setenv("TORCHELASTIC_RUN_ID", re.sub(r"[^\w.-]", "-", str(block)))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in names.items():
         patch.setenv(name, str(value))

@@ -41,7 +41,7 @@ def test_the_tutorial(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "train.py").write_text(program.text)
     typed = [each for each in commands() if each.block.page == "docs/tutorial.md" and "pip" not in each.line]
     assert len(typed) == 8
-    weights = []
+    said, ran = list[list[str]](), list[list[str]]()
     for command in typed:
         # `ckptctl` of this tree, whether it is installed or not.
         script = f'ckptctl() {{ python -m ckptd.ctl "$@"; }}\n{command.line}\n'
@@ -59,9 +59,19 @@ def test_the_tutorial(tmp_path: Path, environment: dict[str, str]) -> None:
             "Killed\n" if abs(done.returncode) in (signal.SIGKILL, 128 + signal.SIGKILL) else ""
         )  # a shell says it
         assert masked(shown) == masked(command.output), f"{command}:\n{shown}"
-        weights += re.findall(r"^sum of the weights (.*)$", done.stdout, re.MULTILINE)
-    assert len(weights) == 2
-    assert weights[0] == weights[1]
+        if "train.py" in command.line:
+            said.append(results(command.output))
+            ran.append(results(shown))
+    for calm, killed, resumed in (said, ran):
+        assert len(calm) == 7
+        assert killed == calm[: len(killed)]
+        assert resumed == calm[-len(resumed) :]
+        assert len(killed) + len(resumed) >= len(calm)  # more if few snapshots were complete: steps again
+
+
+def results(text: str) -> list[str]:
+    """The losses, and the sum of the weights."""
+    return re.findall(r"^step \d+: loss .*|^sum of the weights .*", text, re.MULTILINE)
 
 
 def masked(text: str) -> set[str]:

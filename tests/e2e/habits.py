@@ -1,14 +1,22 @@
-"""Scripts as users write and start them: a file of their own, with a command line, in a folder."""
+"""Scripts as users write and start them: a file of their own, with a command line, in a folder.
+
+With a launcher, fresh interpreters run them; without one, forks that have torch imported.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from ckptd.client import identity
 from tests.e2e.harness import DaemonProcess
+from tests.forked import FORKED
 
 __all__ = ["SCRIPT", "Started", "start"]
 
@@ -80,12 +88,27 @@ def start(
     launcher: tuple[str, ...] = (),
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Started:
-    """Run a script to its end."""
+    """Run a script to its end; ``fresh``: in an interpreter that has imported nothing."""
+    env, cwd = environment(daemon, **(variables or {})), cwd or script.parent
+    if not launcher and not fresh:
+        with tempfile.NamedTemporaryFile() as log:
+            process = FORKED.Process(
+                target=_run_script, args=([str(script), *arguments], env, cwd, log.name), daemon=False
+            )
+            process.start()
+            process.join(300)
+            hangs = process.is_alive()
+            process.kill()
+            process.join()
+            printed = Path(log.name).read_text()
+            assert not hangs, printed
+            return Started(process.exitcode or 0, printed)
     done = subprocess.run(
         [sys.executable, *launcher, str(script), *arguments],
-        env=environment(daemon, **(variables or {})),
-        cwd=cwd or script.parent,
+        env=env,
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,3 +116,19 @@ def start(
         check=False,
     )
     return Started(done.returncode, done.stdout)
+
+
+def _run_script(words: list[str], env: dict[str, str], cwd: Path, log: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    identity._begun_in = cwd  # found out when it is imported
+    descriptor = os.open(log, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).parent)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which a fork leaves out

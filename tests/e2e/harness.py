@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ import msgspec
 from ckptd.launch import answers
 from ckptd.transport.messages import Events, GetEvents, Request
 from ckptd.transport.wire import ControlClient
+from tests import programs
 from tests.forked import FORKED
 
 __all__ = ["DaemonProcess", "Jobs", "own_daemon"]
@@ -110,30 +109,24 @@ class Jobs:
 
 
 class DaemonProcess:
-    """A real ``ckptd run`` with folders of its own."""
+    """A real ``ckptd run`` with folders of its own, forked (`tests.programs`)."""
 
     def __init__(self, runtime_dir: Path, segment_dir: Path, *flags: str) -> None:
         self.runtime_dir, self.segment_dir, self.flags = runtime_dir, segment_dir, flags
         self.endpoint = f"ipc://{runtime_dir}/ckptd.sock"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: programs.Program | None = None
 
     def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "ckptd",
-            "run",
-            "--runtime-dir",
-            str(self.runtime_dir),
-            "--segment-dir",
-            str(self.segment_dir),
+        words = [
+            *("--runtime-dir", str(self.runtime_dir)),
+            *("--segment-dir", str(self.segment_dir)),
             *("--listen", self.endpoint),
             *("--nice", "0"),  # a busy machine's other tests would starve it
             *self.flags,
         ]
         with (self.runtime_dir.parent / "ckptd.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 20
+            self.process = programs.start("ckptd", "run", *words, env=os.environ, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
         while not answers(self.endpoint):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()

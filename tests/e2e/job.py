@@ -200,6 +200,44 @@ def odd_step(job: Job, odd: str, step: int) -> Iterator[None]:
                 vars(optimizer).pop(name, None)
 
 
+def flip_bit(job: Job, what: str) -> None:
+    """Flip a bit of the mantissa in the first element of ``PARAM`` or ``KEY/PARAM`` (optimizer state)."""
+    *key, name = what.split("/")
+    param = next(p for n, p in job.model.named_parameters() if n.endswith(name))
+    state = next(o.state[param] for o in job.optimizers if param in o.state)
+    _flip(state[key[0]] if key else param)
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 18)
+
+
+@contextlib.contextmanager
+def flipped_in(job: Job, where: str, step: int) -> Iterator[None]:
+    """In one step a bit flips in a gradient that is about to be used (``grad/PARAM``), or in what a module
+    returns (``output/MODULE``).
+    """
+    at, _, what = where.partition(":")
+    if at != str(step):
+        yield
+        return
+    kind, _, name = what.partition("/")
+    if kind == "grad":
+        param = next(p for n, p in job.model.named_parameters() if n.endswith(name))
+        optimizer = next(o for o in job.optimizers if param in o.state)
+
+        def flip(*_: Any) -> None:
+            assert param.grad is not None
+            _flip(param.grad)
+
+        hook = optimizer.register_step_pre_hook(flip)
+    else:
+        module = next(m for n, m in job.model.named_modules() if n.endswith(name))
+        hook = module.register_forward_hook(lambda _module, _inputs, output: _flip(output))
+    yield
+    hook.remove()
+
+
 def slow_down_copies(ms_per_mib: float) -> None:
     """As if the host's memory were slow: larger snapshots take longer."""
     from ckptd.cuda import engine
@@ -260,6 +298,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hold", type=Path, help="the last step waits until this file is gone")
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
+    parser.add_argument("--flip-at", default="", help="STEP:[KEY/]PARAM: flip a bit of it after that step")
+    parser.add_argument(
+        "--flip-in", default="", help="STEP:grad/PARAM or STEP:output/MODULE: within that step"
+    )
     parser.add_argument("--store", type=Path, help="one of several ranks, meeting over gloo at this file")
     parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
     parser.add_argument("--received", type=Path, help="write what pipeline stages receive to this folder")
@@ -399,11 +441,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 let_them_come(ckpt)
         if args.kill_sealed and step == args.kill_at:
             let_copies_come(ckpt)
-        with odd_step(job, args.odd_step, step):
+        with odd_step(job, args.odd_step, step), flipped_in(job, args.flip_in, step):
             job.step(step, functools.partial(maybe_die, step))
         if step == args.nan_at:
             with torch.no_grad():
                 next(job.model.parameters()).view(-1)[0] = float("nan")
+        if args.flip_at.startswith(f"{step}:"):
+            flip_bit(job, args.flip_at.partition(":")[2])
         if step == args.verify_at:
             midway = ckpt.verify(lambda step: job.step(step, lambda point: None))
             assert midway.identical, midway

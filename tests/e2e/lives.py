@@ -1,9 +1,10 @@
 """Lives of one training program: the library is imported once, then each life is forked, so that it
 may be SIGKILLed.
 
-``python -m tests.e2e.lives MODULE OTHER...`` imports the modules, and plays one request after the
-other: a line of standard input has rows of lives, as JSON; those of a row run side by side. A life
-is the list of arguments for ``MODULE.main``; a line of standard output has the exit codes, as JSON.
+``main(["MODULE", "OTHER", ...])``, forked with torch, imports the modules, and plays one request
+after the other: a line of standard input has rows of lives, as JSON; those of a row run side by
+side. A life is the list of arguments for ``MODULE.main``; a line of standard output has the exit
+codes, as JSON.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import os
 import re
 import select
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -27,8 +26,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.e2e.harness import DaemonProcess
+from tests.forked import PipedChild
 
-__all__ = ["Life", "Parent", "Run", "free_port", "join", "live", "resumed_at"]
+__all__ = ["Life", "Parent", "Run", "join", "live", "resumed_at"]
 
 
 class Life:
@@ -78,13 +78,8 @@ class Parent:
 
     def __init__(self, module: str, *others: str, ends_with_one: bool = False) -> None:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.lives", *["--ends-with-one"] * ends_with_one, module, *others],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            start_new_session=True,
-        )
+        words = (*["--ends-with-one"] * ends_with_one, module, *others)
+        self._process = PipedChild(main, words, env=os.environ, stderr=self._complaints)
 
     def __enter__(self) -> Self:
         return self
@@ -99,8 +94,6 @@ class Parent:
             AssertionError: they took longer than ``timeout_s``, or the parent failed. It is closed then, and the lives have ended.
         """
         told = [[["--out", str(life.out), *life.arguments] for life in row] for row in rows]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
             self._process.stdin.flush()
@@ -126,8 +119,11 @@ class Parent:
             return ""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the lives, too
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+        self._process.kill()  # one that had no time to begin a session
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         self._complaints.seek(0)
         with self._complaints:
             return self._complaints.read().decode(errors="replace")
@@ -152,14 +148,6 @@ def join(rank: int, port: int) -> None:
         "TORCHELASTIC_RUN_ID": "none",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-
-
-def free_port() -> int:
-    """One for ranks to meet at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _fork(module: str, arguments: list[str]) -> int:
@@ -220,11 +208,11 @@ def _ended(pids: Sequence[int], *, with_one: bool) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ends-with-one", action="store_true")
     parser.add_argument("modules", nargs="+")
-    told = parser.parse_args()
+    told = parser.parse_args(words)
     for module in told.modules:  # before any thread exists
         importlib.import_module(module)
     for line in sys.stdin:
@@ -233,7 +221,3 @@ def main() -> None:
             pids = [_fork(told.modules[0], life) for life in row]
             codes.append(_ended(pids, with_one=told.ends_with_one))
         print(json.dumps(codes), flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from ckptd.core.export_plan import ExportError
+from ckptd.export.exports import export_file
+from ckptd.export.store_source import open_stored
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.verifier import verify_run
 from ckptd.storage.stores.objects import ObjectStore
@@ -125,6 +130,7 @@ def test_each_expert_comes_from_its_newest_durable_copy(
     assert report["resumed_from"] == newest, jobs.log(out)
     assert f"A DURABLE CHECKPOINT STORES {experts} OF {EXPERTS} PARTS" in report["describe"]
     _check(_load(second)[newest], timeline, newest, lost, scope)
+    assert (report["num_experts"], report["persist_experts"]) == (EXPERTS, experts)
     assert report["snapshots"] > EXPERTS, "the old copies leave no slots for new snapshots"
     assert verify_run(opened, "e2e", "some").ok
     if case != "plain" or scope != "both":
@@ -145,6 +151,76 @@ def test_each_expert_comes_from_its_newest_durable_copy(
     assert stored[0] == EXPERTS * LAYERS
     assert stored[1:] == [experts * LAYERS] * (len(ordered) - 1)
     assert len(ordered) > 2
+
+
+@pytest.mark.slow
+def test_advice_knows_what_a_running_job_stores_and_how_often_it_failed(
+    tmp_path: Path, daemon: DaemonProcess
+) -> None:
+    jobs, found = Jobs(tmp_path, daemon.endpoint), dict[str, Any]()
+    options = [*partial_options(persist_experts=2), "--run", "rated", "--step-ms", "30"]
+    jobs.run("plain", *options, "--kill-at", "20", "--total", "60", expect_killed=True)
+    process, out = jobs.start("plain", *options, "--total", "100000")
+
+    def rated() -> bool:
+        """Once it is attached, has done some steps, and has stored a checkpoint."""
+        words = ("advise", "e2e", "rated", "--watch", "1s", "--loss-mtbf", "1h", "--json")
+        command = [sys.executable, "-m", "ckptd.ctl", *words, "--endpoint", daemon.endpoint]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        found.update(json.loads(done.stdout))
+        return done.returncode == 0 and found["policies"][0]["choice"]["window"] == EXPERTS
+
+    try:
+        eventually(rated, "advice on the job", timeout_s=120)
+    finally:
+        process.kill()
+        process.join()
+    now = found["policies"][0]
+    assert now["choice"] == {"policy": "partial", "window": EXPERTS, "every": 1, "parts": 2, "replicas": 1}, (
+        jobs.log(out)
+    )
+    storage = now["storage"]
+    assert storage["every"] >= EVERY
+    assert storage["shortest"] * found["iteration_s"] >= storage["upload_s"] > 0
+    assert 0 < storage["upload_bytes"] < found["rank_state_bytes"]
+    # One failure, after 20 iterations and what the second life had done by then.
+    assert found["mtbf_s"] > 20 * found["iteration_s"]
+
+
+@pytest.mark.slow
+def test_snapshots_that_storage_has_whole_are_exported(
+    tmp_path: Path, daemon: DaemonProcess, store: Path
+) -> None:
+    """With the weights of all experts in each snapshot: those that a checkpoint ended with, bare ones too. Of
+    the others, storage has only what newer ones lack.
+    """
+    jobs, opened = Jobs(tmp_path, daemon.endpoint), open_store(f"file://{store}")
+    options = [*partial_options("optimizer", persist_experts=1), "--run", "out", "--step-ms", "30"]
+    states = _states(jobs, "states")
+    jobs.run(
+        "plain", *options, "--states", str(states), "--kill-at", "42", "--total", "60", expect_killed=True
+    )
+    eventually(lambda: len(committed(opened, "out")) > 1, "durable checkpoints", timeout_s=30)
+    checkpoints = read_catalog(opened, "e2e", "out").committed
+    ends = {c.id.end for c in checkpoints}
+    (manifest,) = [read_manifest(opened, info.key) for info in checkpoints[0].manifests.values()]
+    listed = {snapshot.iteration for snapshot in manifest.snapshots} | ends
+    assert listed > ends
+    timeline, refused = _load(states), set()
+    for iteration in sorted(listed):
+        with open_stored(opened, "file://store", "e2e", "out", iteration) as source:
+            target = tmp_path / f"{iteration}.safetensors"
+            try:
+                export_file(source, target)
+            except ExportError as error:
+                assert "of an older partial snapshot storage has only what newer ones" in str(error)  # noqa: PT017
+                refused.add(iteration)
+                continue
+        model = load_file(target)
+        named = {key: value for key, value in timeline[iteration].items() if key.startswith("param/")}
+        assert len(model) >= len(named)
+        assert all(torch.equal(model[key.removeprefix("param/")], value) for key, value in named.items())
+    assert refused == listed - ends
 
 
 @long

@@ -4,6 +4,8 @@ what was live, to the bit.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,15 +18,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.client import Checkpointer
+from ckptd.ctl.main import main
 from tests.ckptd.running import DaemonProcess, eventually, running_daemon
+from tests.forked_child import forked_child
 from tests.option_groups import grouped
+
+__all__ = ["forked_child"]
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install ckptd[test]"
 )
 
-# The libraries' own warnings are theirs.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the libraries' own warnings are theirs
+    pytest.mark.usefixtures("forked_child"),
+]
 
 TOTAL = 9
 
@@ -39,8 +47,11 @@ class Trained:
     live: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def export(self, *options: str) -> dict[str, Any]:
-        done = self.daemon.ctl("export", "--job", "hf", "--run", "run", "--json", *options)
-        report: dict[str, Any] = json.loads(done.stdout)
+        """By `ckptctl` in this process, whose child with torch is forked."""
+        words = ["export", "--endpoint", self.daemon.endpoint, "--job", "hf", "--run", "run", "--json"]
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            assert main([*words, *options]) == 0
+        report: dict[str, Any] = json.loads(told.getvalue())
         return report
 
     def check(self, state: dict[str, Tensor], iteration: int) -> None:

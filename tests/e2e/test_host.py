@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,16 +19,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ckptd.host.hosting import children_of, gone, until
+from ckptd.demo.lab import SHARED_CORES
+from tests.ckptd.host.hosting import FOREIGN, children_of, gone, until
 from tests.e2e.gated_train import GATE
 from tests.e2e.harness import DaemonProcess, own_daemon
 from tests.e2e.hosted_job import HostedJob
+from tests.forked import Forked
+from tests.long import long
+from tests.ports import free_port
 
 RANKS = 2
 STEPS = 72
 TRAIN = [
     *("-m", "tests.e2e.gated_train", "--ddp", "--threads", "1", "--batch-size", "1", "--window", "2"),
-    *("--steps", str(STEPS)),
+    *("--steps", str(STEPS), "--period-ms", "30"),
 ]
 
 
@@ -42,14 +48,13 @@ def train(
     """Start the demo's training; it waits at the gate until `open_gate`."""
     job.run = run
     open_gate(job, gate)
-    out = ["--log", str(job.folder / "log.jsonl"), "--final", str(job.folder / "final.pt")]
     job.start(
         *TRAIN,
         "--run",
         run,
         "--daemon",
         daemon,
-        *out,
+        *files_of(job),
         *options,
         env={**(env or {}), GATE: str(job.folder / "gate")},
         **how,
@@ -61,6 +66,11 @@ def open_gate(job: HostedJob, step: int = STEPS) -> None:
     new = job.folder / "gate.new"
     new.write_text(str(step))
     new.rename(job.folder / "gate")
+
+
+def open_gate_further(job: HostedJob) -> None:
+    """Let the job do a few more steps: who waits at the gate hears of nothing."""
+    open_gate(job, int((job.folder / "gate").read_text()) + 4)
 
 
 def reaches(job: HostedJob, step: int, daemon: DaemonProcess) -> None:
@@ -84,7 +94,7 @@ def reaches(job: HostedJob, step: int, daemon: DaemonProcess) -> None:
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    """One for each test: the snapshots of a job of these take a third of a GiB."""
+    """One for each test."""
     with own_daemon("--memory", "1GiB") as process:
         yield process
 
@@ -98,11 +108,28 @@ def job(tmp_path: Path, daemon: DaemonProcess) -> Iterator[HostedJob]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> HostedJob:
-    """The same training without ckptd and without hosts."""
+    """The same training without ckptd, without hosts and without torchrun."""
     made = HostedJob(tmp_path_factory.mktemp("undisturbed") / "plain", RANKS)
-    train(made, "none", "none", host=False)
-    assert made.end() == 0, made.output
+    meeting = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
+    ranks = []
+    for rank in range(RANKS):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        words = [*TRAIN[1:], "--run", "none", "--daemon", "none", *files_of(made)]
+        ranks.append(Forked(become, words, env={**kept, **SHARED_CORES, **meeting, **place}))
+    said = [rank.communicate(200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, said
     return made
+
+
+def become(words: list[str]) -> None:
+    """``python -m`` with these words, in a fork."""
+    sys.argv = ["-m", *words[1:]]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def files_of(job: HostedJob) -> tuple[str, ...]:
+    return ("--log", str(job.folder / "log.jsonl"), "--final", str(job.folder / "final.pt"))
 
 
 def assert_same_end(job: HostedJob, undisturbed: HostedJob) -> None:
@@ -157,7 +184,7 @@ def test_a_killed_host_is_torchruns_affair(
 
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_torchrun(job: HostedJob, daemon: DaemonProcess) -> None:
-    train(job, "orphans", daemon.endpoint)
+    train(job, "orphans", daemon.endpoint, gate=STEPS // 2)
     job.reaches(6)
     everything = [job.trainer(rank) for rank in range(RANKS)]
     for pid in job.hosts().values():
@@ -250,6 +277,7 @@ def test_a_crash_loop_ends_with_the_scripts_own_error(job: HostedJob) -> None:
     assert "3 failures, and 2 restarts are allowed" in job.output
 
 
+@long
 @pytest.mark.slow
 def test_a_stopped_trainer_is_found_named_and_replaced(
     job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
@@ -287,7 +315,7 @@ for step in ckpt.steps(40):
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print("complete", dist.get_rank(), ckpt.resumed_from, flush=True)
+sys.stdout.write(f"complete {dist.get_rank()} {ckpt.resumed_from}\\n")  # one write: ranks share the pipe
 ckpt.close()
 """
 

@@ -31,7 +31,8 @@ STRIKES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(14_400)
-@pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=long)])
+@long
+@pytest.mark.parametrize("in_process", [False, True])
 def test_random_kills_under_hosts_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool
 ) -> None:

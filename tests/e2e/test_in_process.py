@@ -21,10 +21,12 @@ from tests.e2e.test_host import (
     daemon,
     job,
     open_gate,
+    open_gate_further,
     reaches,
     train,
     undisturbed,
 )
+from tests.long import long
 
 __all__ = ["daemon", "job", "undisturbed"]
 
@@ -34,7 +36,7 @@ def kill(job: HostedJob, *ranks: int) -> None:
     before = [len(job.events(rank, "back")) for rank in range(RANKS)]
     for pid in [job.trainer(rank) for rank in ranks]:
         os.kill(pid, signal.SIGKILL)
-    open_gate(job)
+    open_gate_further(job)
     job.until(
         lambda: all(len(job.events(rank, "back")) > count for rank, count in enumerate(before)),
         "the next life",
@@ -75,6 +77,7 @@ def test_those_that_are_left_stay_and_end_exactly(
     assert "THIS PROGRAM DIFFERS" not in job.output, "options are the script's, not those of the broken step"
 
 
+@long
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_and_so_are_the_others(
     job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
@@ -112,7 +115,7 @@ class Loader:
 def connect():
     global net
     dist.init_process_group("gloo")
-    if mode == "fails" and restarted:
+    if mode == "fails" and restarted and hurt.exists():
         raise OSError("no network here")
     net = DistributedDataParallel(model)
     return net
@@ -138,10 +141,11 @@ shuffled = DataLoader(
 batches = ckpt.batches(shuffled) if mode.startswith("batches") else None
 for step in ckpt.steps(60):
     with ckpt.restartable():
-        if step == 30 and rank == 1 and not hurt.exists():
+        if mode == "fails" and step == 30 and rank == 1 and not hurt.with_suffix(".first").exists():
+            hurt.with_suffix(".first").touch()
+            raise ValueError("a bad batch")
+        if step == (45 if mode == "fails" else 30) and rank == 1 and not hurt.exists():
             hurt.touch()
-            if mode == "own-error":
-                raise ValueError("a bad batch")
             os.kill(os.getpid(), 9)
         used = first if mode == "keeps-the-old" else net
         batch = torch.ones(4, 8) if batches is None else next(batches)
@@ -173,31 +177,29 @@ def end_of(job: HostedJob, daemon: DaemonProcess, mode: str, **how: bool) -> str
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_ends_that_rank_only(job: HostedJob, daemon: DaemonProcess) -> None:
-    output = end_of(job, daemon, "own-error")
-    assert "ValueError: a bad batch" in output
-    assert stays(job) == [(0, 1)], output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "why"),
-    [
-        ("fails", "OSError: no network here"),
-        ("keeps-the-old", "is from before the restart"),
-    ],
-)
-def test_a_restart_that_goes_wrong_ends_the_process(
-    job: HostedJob, daemon: DaemonProcess, mode: str, why: str
+def test_an_error_ends_one_rank_only_and_a_restart_that_goes_wrong_the_other(
+    job: HostedJob, daemon: DaemonProcess
 ) -> None:
-    """And the hosts start all ranks again."""
-    output = end_of(job, daemon, mode)
-    assert why in output
-    assert stays(job)[0] == (0, 1)
+    """The second time the process that stays cannot connect: the hosts start all ranks again."""
+    output = end_of(job, daemon, "fails")
+    assert "ValueError: a bad batch" in output
+    assert stays(job)[:2] == [(0, 1), (0, 2)], output
+    assert "OSError: no network here" in output
     # The other rank fails, too, when this one has left, and may be noticed first.
+    assert re.search(r"epoch 3 begins: rank \d: exit code 1", output), output
+
+
+@long
+@pytest.mark.slow
+def test_a_script_that_keeps_what_is_from_before_the_restart(job: HostedJob, daemon: DaemonProcess) -> None:
+    """And the hosts start all ranks again."""
+    output = end_of(job, daemon, "keeps-the-old")
+    assert "is from before the restart" in output
+    assert stays(job)[0] == (0, 1)
     assert re.search(r"epoch 2 begins: rank \d: exit code 1", output), output
 
 
+@long
 @pytest.mark.slow
 def test_batches_go_back_with_the_rest(job: HostedJob, daemon: DaemonProcess, tmp_path: Path) -> None:
     """A shuffled loader with workers: whoever stays sees the batches that it would have seen."""
@@ -218,6 +220,7 @@ def test_batches_go_back_with_the_rest(job: HostedJob, daemon: DaemonProcess, tm
         undisturbed.close()
 
 
+@long
 @pytest.mark.slow
 def test_what_cannot_be_set_back_does_not_stay(job: HostedJob, daemon: DaemonProcess) -> None:
     output = end_of(job, daemon, "iterated")
@@ -225,6 +228,7 @@ def test_what_cannot_be_set_back_does_not_stay(job: HostedJob, daemon: DaemonPro
     assert stays(job) == []
 
 
+@long
 @pytest.mark.slow
 def test_a_trainer_that_is_slow_to_come_is_ended(job: HostedJob, daemon: DaemonProcess) -> None:
     """It does not answer: stopped, it reads nothing; what it has said before counts for nothing."""

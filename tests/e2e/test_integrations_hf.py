@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import uuid
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import pytest
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
-from tests.e2e.lives import Life, Run, free_port, live, resumed_at
+from tests.e2e.lives import Life, Parent, Run, resumed_at
 from tests.long import long
+from tests.ports import free_ports
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -29,14 +31,19 @@ JOB = "tests.e2e.trainer_job"
 KILLED = -signal.SIGKILL
 
 
-def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> None:
+@pytest.fixture(scope="module")
+def parent() -> Iterator[Parent]:
+    with Parent(JOB) as made:
+        yield made
+
+
+def test_resumes_at_the_exact_bits(parent: Parent, tmp_path: Path, daemon: DaemonProcess) -> None:
     """In the middle of an epoch, and at the first step of one; with another seed; and once more
     when all is done.
     """
     plain = Life(tmp_path / "plain.pt", "--bf16")
     middle, edge = Run(tmp_path, daemon, "--bf16"), Run(tmp_path, daemon, "--bf16")
-    codes = live(
-        JOB,
+    codes = parent.live(
         [
             [plain, middle.life("--kill-at", "13"), edge.life("--kill-at", "15")],
             [middle.life("--seed", "77"), edge.life()],
@@ -52,7 +59,9 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) -> Non
         assert differences(plain.out, life.out) == [], told
 
 
-def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(tmp_path: Path, daemon: DaemonProcess) -> None:
+def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(
+    parent: Parent, tmp_path: Path, daemon: DaemonProcess
+) -> None:
     """``resume_from_checkpoint=True`` took the half-written one and failed at each start, though
     there were newer snapshots.
 
@@ -63,7 +72,7 @@ def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(tmp_path: Path, daemon:
         (tmp_path / name).mkdir()
     plain, run = Life(tmp_path / "whole" / "plain.pt", "--save"), Run(tmp_path / "cut", daemon)
     torn = tmp_path / "cut" / "hf" / "checkpoint-10"
-    codes = live(JOB, [[plain, run.life("--save", "--kill-in-save", "10")]])
+    codes = parent.live([[plain, run.life("--save", "--kill-in-save", "10")]])
     assert codes == [[0, KILLED]], run.lives[0].log
     assert (torn / "optimizer.pt").exists()
     assert not (torn / "trainer_state.json").exists()
@@ -71,7 +80,7 @@ def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(tmp_path: Path, daemon:
     named = run.life("--save", "--resume-from", str(torn))
     anew = other.life("--save", "--resume-from", "last", "--kill-at", "7")
     last = run.life("--save", "--resume-from", "last")
-    codes = live(JOB, [[named], [anew], [last]])
+    codes = parent.live([[named], [anew], [last]])
     told = "\n".join(life.log for life in (plain, *run.lives, *other.lives))
     assert codes == [[1], [KILLED], [0]], told
     assert "checkpoint-10' is half-written: its last file, trainer_state.json" in named.log, told
@@ -89,40 +98,40 @@ def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(tmp_path: Path, daemon:
         pytest.param(("--data", "noisy", "--workers", "1", "--refetch"), id="random workers"),
     ],
 )
-def test_other_data(tmp_path: Path, daemon: DaemonProcess, options: tuple[str, ...]) -> None:
+def test_other_data(parent: Parent, tmp_path: Path, daemon: DaemonProcess, options: tuple[str, ...]) -> None:
     """Data that cannot be skipped is fetched again, to the very same batches."""
     plain, run = Life(tmp_path / "plain.pt", *options), Run(tmp_path, daemon, *options)
-    codes = live(JOB, [[plain, run.life("--kill-at", "10")], [run.life()]])
+    codes = parent.live([[plain, run.life("--kill-at", "10")], [run.life()]])
     told = "\n".join(life.log for life in (plain, *run.lives))
     assert codes == [[0, KILLED], [0]], told
     assert differences(plain.out, run.lives[1].out) == [], told
 
 
 @long
-def test_a_batch_that_is_another_is_noticed(tmp_path: Path, daemon: DaemonProcess) -> None:
+def test_a_batch_that_is_another_is_noticed(parent: Parent, tmp_path: Path, daemon: DaemonProcess) -> None:
     """The control: with one random state not restored, replay itself says so; and the comparison
     tells two seeds apart.
     """
     run = Run(tmp_path, daemon)
     plain, other = Life(tmp_path / "plain.pt"), Life(tmp_path / "other.pt", "--seed", "2")
-    codes = live(JOB, [[run.life("--kill-at", "13"), plain, other], [run.life("--forget")]])
+    codes = parent.live([[run.life("--kill-at", "13"), plain, other], [run.life("--forget")]])
     assert codes == [[KILLED, 0, 0], [1]], run.lives[1].log
     assert "ReplayMismatch" in run.lives[1].log
     assert "log" in differences(plain.out, other.out)
 
 
 @long
-def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
+def test_two_ranks(parent: Parent, tmp_path: Path, daemon: DaemonProcess) -> None:
     """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to
     the same step.
     """
-    name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]
+    name, ports = uuid.uuid4().hex[:8], free_ports(3)
     alone, first, second = ([("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports)
     plain = [Life(tmp_path / f"plain{n}.pt", *who) for n, who in enumerate(alone)]
     runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
     killed = [runs[0].life(*first[0]), runs[1].life(*first[1], "--kill-at", "7")]
     resumed = [run.life(*who) for run, who in zip(runs, second, strict=True)]
-    codes = live(JOB, [[*plain, *killed], resumed])
+    codes = parent.live([[*plain, *killed], resumed])
     told = "\n".join(life.log for life in (*plain, *killed, *resumed))
     assert codes == [[0, 0, 1, KILLED], [0, 0]], told
     for reference, life in zip(plain, resumed, strict=True):

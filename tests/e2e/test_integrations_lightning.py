@@ -16,8 +16,9 @@ import pytest
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
-from tests.e2e.lives import Life, Run, free_port, live, resumed_at
+from tests.e2e.lives import Life, Run, live, resumed_at
 from tests.long import long
+from tests.ports import free_ports
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -104,7 +105,7 @@ def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
     """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to
     the same step.
     """
-    name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]
+    name, ports = uuid.uuid4().hex[:8], free_ports(3)
     alone, first, second = ([("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports)
     plain = [Life(tmp_path / f"plain{n}.pt", *who) for n, who in enumerate(alone)]
     runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]

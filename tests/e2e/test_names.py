@@ -12,6 +12,7 @@ import pytest
 from ckptd.transport.messages import GetStatus, Status
 from tests.e2e.habits import SCRIPT, Started, start
 from tests.e2e.harness import DaemonProcess, own_daemon
+from tests.long import long
 
 STANDALONE = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 KILLED = {"KILL_AT": "8"}
@@ -82,6 +83,7 @@ def test_an_id_that_somebody_chose_names_the_run(daemon: DaemonProcess, script: 
     assert {run for _, run in runs(daemon)} == {chosen}
 
 
+@long
 def test_two_scripts_of_one_name_are_two_jobs(daemon: DaemonProcess, script: Path, tmp_path: Path) -> None:
     """They were one, `train`: the second was refused while the first ran, or went on from its snapshots."""
     other = tmp_path / "other" / "train.py"
@@ -124,6 +126,7 @@ def test_an_edited_script_is_told_which_options_count(daemon: DaemonProcess, scr
     assert f"step 11 lr {0.001 / 13}" in found.printed
 
 
+@long
 def test_the_scripts_options_count_where_it_says_so(daemon: DaemonProcess, script: Path) -> None:
     """From the iteration on at which the state is complete: what is replayed before is replayed as
     it was. A later life goes by them.

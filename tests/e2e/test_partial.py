@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from ckptd.client import Checkpointer, SnapshotOptions
+from ckptd.core.export_plan import split_rows
 from ckptd.storage.checkpoints.reader import read_catalog, read_image_header, read_manifest
 from ckptd.storage.checkpoints.verifier import verify_run
 from ckptd.storage.image_format import parse_header
@@ -358,7 +360,7 @@ def storing_daemon(store: Path) -> Iterator[DaemonProcess]:
     ("case", "scope", "policy"),
     [
         ("plain", "both", "partial"),
-        ("fused", "optimizer", "partial"),
+        pytest.param("fused", "optimizer", "partial", marks=long),
         pytest.param("masters", "weights", "partial", marks=long),
         pytest.param("plain", "both", "selected", marks=long),
     ],
@@ -395,7 +397,7 @@ def test_storage_has_every_expert(
 @pytest.mark.parametrize(
     ("case", "changes", "experts", "lost"),
     [
-        ("plain", {}, EXPERTS * LAYERS, "*"),
+        pytest.param("plain", {}, EXPERTS * LAYERS, "*", marks=long),
         ("plain", {}, EXPERTS * LAYERS, "*~r1~*"),
         pytest.param("expert/fused", {"num_experts": 4}, 4, "*", marks=long),
         pytest.param("expert/fused", {"num_experts": 4}, 4, "*~r1~*", marks=long),
@@ -463,8 +465,11 @@ def check_stored_once(store: ObjectStore, run: str, end: int, dense: int) -> Non
 
 @pytest.mark.slow
 def test_the_daemon_and_exports_say_that_snapshots_are_partial(jobs: Jobs, daemon: DaemonProcess) -> None:
+    """An export takes older experts only if it is asked to, and then says of which iteration each is."""
+    states = _states(jobs, "shown")
     for scope in ("both", "optimizer"):
-        jobs.run("plain", *partial_options(scope), "--run", f"shown-{scope}", "--total", "12")
+        more = ("--states", str(states)) if scope == "both" else ()
+        jobs.run("plain", *partial_options(scope), "--run", f"shown-{scope}", "--total", "12", *more)
 
     def ctl(*arguments: str) -> str:
         command = [sys.executable, "-m", "ckptd.ctl", *arguments, "--endpoint", daemon.endpoint]
@@ -479,3 +484,30 @@ def test_the_daemon_and_exports_say_that_snapshots_are_partial(jobs: Jobs, daemo
     assert whole.exists(), told
     told = ctl("export", "--job", "e2e", "--run", "shown-both", "--to", str(jobs.folder / "none.safetensors"))
     assert "a partial snapshot has the weights of all experts with" in told
+    mixed = jobs.folder / "mixed.safetensors"
+    which = ("--job", "e2e", "--run", "shown-both", "--iteration", "11")
+    told = ctl("export", *which, "--to", str(mixed), "--older-experts")
+    assert "this is not the model of one iteration" in told, told
+    timeline = _load(states)
+    with safe_open(mixed, "pt") as exported:
+        metadata = exported.metadata()
+        model = {name: exported.get_tensor(name) for name in exported.keys()}  # noqa: SIM118 - not a dict
+    newest = int(metadata["ckptd.iteration"])
+    expected = {k.removeprefix("param/"): v for k, v in timeline[newest].items() if k.startswith("param/")}
+    older = {int(i): names for i, names in json.loads(metadata["ckptd.older_experts"]).items()}
+    assert set(older) == set(range(newest - EXPERTS + 1, newest))
+    for iteration, names in older.items():
+        for name in names:
+            param, rows = split_rows(name)
+            value = timeline[iteration][f"param/{param}"]
+            if rows is None:
+                expected[param] = value
+            else:
+                expected[param] = expected[param].clone()
+                expected[param][slice(*rows)] = value[slice(*rows)]
+    assert all(torch.equal(model[name], value) for name, value in expected.items())
+    assert any(
+        not torch.equal(model[k.removeprefix("param/")], v)
+        for k, v in timeline[newest].items()
+        if ".experts." in k and k.startswith("param/")
+    )

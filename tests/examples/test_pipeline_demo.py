@@ -27,7 +27,8 @@ def test_losses_come_in_order_and_take_whole_stages(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=long)])
+@long
+@pytest.mark.parametrize("plain", [False, True])
 def test_the_demo_is_exact_and_names_the_phases(plain: bool) -> None:
     output = play("examples.moe_pipeline.demo", *SHORT, *["--plain"] * plain)
     assert "IDENTICAL: every tensor" in output

@@ -27,9 +27,10 @@ import torch
 
 from ckptd.transport.messages import Forget
 from ckptd.transport.wire import ControlClient, RefusedError
-from tests.e2e.lives import Life, Parent, free_port
+from tests.e2e.lives import Life, Parent
 from tests.habits.leaves import differences
 from tests.long import long_since
+from tests.ports import free_port
 
 __all__ = ["SEED", "Outcome", "Parents", "Row", "Verdict", "check", "play", "some", "training"]
 
@@ -39,7 +40,7 @@ STEPS = 20
 _KILLED = -signal.SIGKILL
 # What every training imports sooner or later, most of it in its first step.
 _BEFORE = "tests.preload"
-_SHARE = 10  # one in that many is played by `make test`
+_SHARE = 20  # one in that many is played by `make test`
 
 
 class Verdict(StrEnum):
@@ -104,7 +105,7 @@ class Parents:
 
 
 def some(rows: Sequence[Row], *, seed: int = SEED) -> list[Any]:
-    """Parameters for all rows; a tenth of them, drawn with ``seed``, is played always, the others
+    """Parameters for all rows; a twentieth of them, drawn with ``seed``, is played always, the others
     with ``CKPTD_LONG=1``.
     """
     draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """The table of data pipelines: each is killed twice and comes to the bits of a training that was
 not, or is refused at the start.
 
-``make campaign-habits`` plays every row; ``make test`` a tenth. ``python -m tests.habits.tables``
+``make campaign-habits`` plays every row; ``make test`` a twentieth. ``python -m tests.habits.tables``
 writes the table of docs/data.md from what these tests found.
 """
 

@@ -1,67 +1,160 @@
-"""Many schedules of `tests.simulation.replication_world`, and one in twenty as many of each row of
-`tests.simulation.special_worlds`.
+"""Many schedules: each seed is played by `tests.simulation.swarm`, one in five by
+`tests.simulation.replication_world`, too, and one in twenty in each row, and the splits, of `tests.simulation.special_worlds`.
 
-``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--processes 2]`` prints a line per
-thousand; a seed that breaks a promise is printed with its trace, and the rest is still played: one
-night tells all of them. ``--schedules 1 --seed N`` replays seed N exactly.
+``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--minutes 60] [--out FILE]`` prints a line per
+thousand, and at the end which fault met which phase of the job, and what the oracle waived, by reason. A seed
+that breaks a promise is printed with its trace, made small (`tests.simulation.shrinker`), and the rest is still
+played. ``--schedules 1 --seed N`` replays seed N exactly. ``--mutations`` breaks one rule after another
+(`tests.simulation.mutations`) and tells after how many seeds each is caught.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
 
 from ckptd.core.state_machine import validate_always
+from tests.simulation.mutations import LIMIT, MUTATIONS, caught_after
 from tests.simulation.replication_world import play
-from tests.simulation.special_worlds import ROWS, play_row
+from tests.simulation.shrinker import described, shrink
+from tests.simulation.special_worlds import ROWS, play_row, play_split
+from tests.simulation.swarm import CONDITIONS, PHASES, STRIKES, coverage_key, play_swarm
 
-__all__ = ["main"]
+__all__ = ["coverage_table", "main", "waivers"]
 
 
+_WORLD_SHARE = 5
 _ROWS_SHARE = 20
 _PRICE = ("losses asked", "skipped", "snapshots")
 
 
-def _played(seed: int) -> tuple[int, Counter[str], str]:
-    """The seed, what it showed, and how it failed ("" if it did not)."""
+class _Shown(NamedTuple):
+    seed: int
+    plays: int
+    cpu_s: float
+    seen: Counter[str]
+    failure: str  # "": none
+
+
+def _played(seed: int) -> _Shown:
+    """The seed in each of its worlds, what that showed, and how it failed."""
+    seen: Counter[str] = Counter()
+    begun_s, plays = time.process_time(), 0
     try:
-        seen = play(seed).seen
-        if seed % _ROWS_SHARE == 0:
-            for row in ROWS:
-                told = play_row(seed // _ROWS_SHARE, row).seen
-                seen.update({f"{row}: {what}": told[what] for what in _PRICE})
-        return seed, seen, ""
+        for found in _worlds(seed):
+            plays += 1
+            seen.update(found)
     except Exception:  # noqa: BLE001 - whatever went wrong belongs to this seed, and is printed with it
-        return seed, Counter(), traceback.format_exc()
+        return _Shown(seed, plays + 1, time.process_time() - begun_s, seen, traceback.format_exc())
+    return _Shown(seed, plays, time.process_time() - begun_s, seen, "")
+
+
+def _worlds(seed: int) -> Iterator[Mapping[str, int]]:
+    yield play_swarm(seed).seen
+    if seed % _WORLD_SHARE == 0:
+        yield play(seed // _WORLD_SHARE).seen
+    if seed % _ROWS_SHARE == 0:
+        yield play_split(seed // _ROWS_SHARE).seen
+        for row in ROWS:
+            told = play_row(seed // _ROWS_SHARE, row).seen
+            yield {f"{row}: {what}": told[what] for what in _PRICE}
+
+
+def coverage_table(seen: Mapping[str, int]) -> str:
+    """How often each fault met each phase."""
+    faults = [*STRIKES, *CONDITIONS]
+    lines = [f"{'fault':<18}" + "".join(f"{phase:>11}" for phase in PHASES)]
+    for fault in faults:
+        counts = [seen.get(coverage_key(fault, phase), 0) for phase in PHASES]
+        lines.append(f"{fault:<18}" + "".join(f"{count:>11}" for count in counts))
+    met = sum(seen.get(coverage_key(f, p), 0) > 0 for f in faults for p in PHASES)
+    return "\n".join([*lines, f"{met} of {len(faults) * len(PHASES)} (fault, phase) were met"])
+
+
+def waivers(seen: Mapping[str, int]) -> str:
+    """What the oracle asked, and what it waived, by reason."""
+    asked = f"{seen.get('losses asked', 0)} losses of one machine asked"
+    waived = [f"{seen[what]} {what}" for what in sorted(seen) if what.startswith("waived")]
+    return "; ".join([asked, *waived, f"{seen.get('drawn away', 0)} drawn to another history"])
+
+
+def _small(seed: int) -> str:
+    """The least of a swarm's seed that fails in the same way; "" if another of its worlds failed."""
+    try:
+        config, failure = shrink(seed)
+    except ValueError:
+        return ""
+    return f"{failure.notes}\nseed {seed} made small: {described(seed, config)}\n"
+
+
+def _tell(text: str, out: Path | None) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def _caught(task: tuple[str, int]) -> tuple[str, int, str]:
+    name, first = task
+    return name, *caught_after(MUTATIONS[name], first=first)
+
+
+def _break_rules(first: int, processes: int, out: Path | None) -> int:
+    """Every mutation, one after another; 1 if one is not caught."""
+    missed = []
+    with get_context("spawn").Pool(processes, validate_always) as pool:
+        for name, seeds, why in pool.imap(_caught, [(name, first) for name in MUTATIONS]):
+            told = f"after {seeds} seeds: {why}" if seeds > 0 else f"not caught in {LIMIT} seeds"
+            _tell(f"{name} ({MUTATIONS[name].rule}): {told}", out)
+            missed += [name] if seeds < 0 else []
+    _tell(f"{len(MUTATIONS) - len(missed)} of {len(MUTATIONS)} broken rules were caught", out)
+    return 1 if missed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play them; 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--schedules", type=int, default=10_000, help="the number of seeds")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after that long")
+    parser.add_argument("--mutations", action="store_true", help="break one rule after another instead")
+    parser.add_argument("--out", type=Path, help="a file to which all that is printed is added")
     options = parser.parse_args(arguments)
+    if options.mutations:
+        return _break_rules(options.seed, options.processes, options.out)
     seeds = range(options.seed, options.seed + options.schedules)
+    validate_always()
     seen: Counter[str] = Counter()
     broken: list[int] = []
+    plays, cpu_s, until_s = 0, 0.0, time.monotonic() + 60.0 * options.minutes
     with get_context("spawn").Pool(options.processes, validate_always) as pool:
-        for number, (seed, shown, failure) in enumerate(pool.imap(_played, seeds, 8), start=1):
-            if failure:
-                broken.append(seed)
-                sys.stdout.write(f"{failure}\nseed {seed} breaks a promise\n")
-                sys.stdout.flush()
-            seen.update(shown)
-            if number % 1000 == 0 or number == len(seeds):
-                told = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
-                sys.stdout.write(f"{number} schedules, seed {seed}: {told}\n")
-                sys.stdout.flush()
+        for number, shown in enumerate(pool.imap(_played, seeds, 8), start=1):
+            plays, cpu_s = plays + shown.plays, cpu_s + shown.cpu_s
+            seen.update(shown.seen)
+            if shown.failure:
+                broken.append(shown.seed)
+                _tell(f"{shown.failure}\nseed {shown.seed} breaks a promise", options.out)
+                _tell(_small(shown.seed), options.out)  # here: the pool has its next seeds already
+            late = time.monotonic() > until_s
+            if number % 1000 == 0 or number == len(seeds) or late:
+                rate = plays / cpu_s if cpu_s else 0.0
+                text = f"{number} seeds, {plays} schedules, {rate:.1f} per CPU second, {len(broken)} broken"
+                _tell(f"{text}; seed {shown.seed}", options.out)
+            if late:
+                break
+    counts = ", ".join(f"{n} {what}" for what, n in sorted(seen.items()) if " x " not in what)
+    _tell(f"{counts}\n\n{coverage_table(seen)}\n{waivers(seen)}", options.out)
     if broken:
-        sys.stdout.write(f"{len(broken)} of {len(seeds)} schedules break a promise: seeds {broken}\n")
+        _tell(f"{len(broken)} seeds break a promise: {broken}", options.out)
     return 1 if broken else 0
 
 

@@ -12,6 +12,10 @@
 (g) The iteration to which a recovery went back is not lost before the new history has a floor there
     or later: as long as the memory of all nodes that have ranks exists, the job killed now comes
     back to it, or to a later one.
+(h) The same for one loss, after every change, without excuses: where each rank has replicas, the loss of
+    any one machine leaves a plan at the floor or later. What is waived is counted by reason ("waived"
+    in ``seen``): another machine was lost before, no node has a place or memory for a replica, bits have
+    changed at rest, nobody who is left knows the floor.
 (d) No host gives a slot away that it promised to keep.
 (e) What is not needed goes; (f) when all is calm, the floor follows the job. See `World.settle`.
 """
@@ -63,6 +67,9 @@ class Checks(Network):
         self.vouched: dict[int, list[Vouched]] = {}
         self.tip: Tip | None = None
         self.changed = True
+        self.any_rot = False
+        self.rotted: set[tuple[Holder, int, int]] = set()  # of which rank, up to which floor
+        self.found: dict[tuple[str, int, int, bool], bool] = {}  # what `holds` found after this event
 
     # What was said.
 
@@ -74,7 +81,8 @@ class Checks(Network):
             del known[:-_VOUCHED_MAX]
             told = self.announced
             if told is not None and self._covers(fresh, told.floor):
-                told.holders[rank] = self._word(rank, told.floor).holders
+                word = self._word(rank, told.floor)
+                told.holders[rank], told.alone[rank] = word.holders, word.alone
                 self.changed = True
 
     def _word(self, rank: int, floor: int) -> Vouched:
@@ -122,10 +130,10 @@ class Checks(Network):
         left = any(e > epoch and start < floor for e, start in self.epochs.items())
         if left or floor <= self.highest:
             return  # somebody heard late of what was announced before
-        holders: dict[int, tuple[Holder, ...]] = {}
-        for rank in self.homes:
-            holders[rank] = self._word(rank, floor).holders
-        self.announced, self.highest = Announced(floor, holders), floor
+        words = {rank: self._word(rank, floor) for rank in self.homes}
+        holders = {rank: word.holders for rank, word in words.items()}
+        alone = {rank: word.alone for rank, word in words.items()}
+        self.announced, self.highest = Announced(floor, holders, alone), floor
         self.changed = True
         self.seen["floor moved"] += 1
         self.tell(f"floor {floor}")
@@ -167,20 +175,46 @@ class Checks(Network):
         ]
         answer = {name for name, node in self.nodes.items() if node.up and name not in without}
         known = {name for each in answer for name in self.nodes[each].record.names}
-        history = history_of(held, epochs, complete=known <= answer)
+        whole = known <= answer and not any(self.nodes[name].record.lost for name in answer)
+        history = history_of(held, epochs, complete=whole)
         return list(history.held(held)), dict(history.begun), set(history.others)
 
     def holds(self, name: str, rank: int, end: int, *, own: bool) -> bool:
         """Whether the suffix of the rank that ends there is on the node."""
+        key = name, rank, end, own
+        if key not in self.found:
+            records = [
+                slot.record
+                for segment in self.nodes[name].segments.values()
+                if segment.rank == rank and segment.own is own
+                for slot in segment.slots
+            ]
+            newest = newest_by_iteration(records, self.epochs)
+            window = self.trainers[rank].window
+            self.found[key] = spanning_suffix(newest, window, self.span, end=end) is not None
+        return self.found[key]
+
+    def holds_intact(self, name: str, rank: int, end: int) -> bool:
+        """Whether a suffix of it is there that a recovery could use."""
+        if not any(self.holds(name, rank, end, own=own) for own in (True, False)):
+            return False
+        if not self.any_rot:
+            return True
         records = [
             slot.record
             for segment in self.nodes[name].segments.values()
-            if segment.rank == rank and segment.own is own
             for slot in segment.slots
+            if segment.rank == rank and not slot.rotten
         ]
         newest = newest_by_iteration(records, self.epochs)
-        window = self.trainers[rank].window
-        return spanning_suffix(newest, window, self.span, end=end) is not None
+        return spanning_suffix(newest, self.trainers[rank].window, self.span, end=end) is not None
+
+    def held_before_rot(self, name: str, rank: int, end: int) -> bool:
+        """Whether it would be there if no bit had changed at rest."""
+        segments = [s for s in self.nodes[name].segments.values() if s.rank == rank]
+        records = [record for segment in segments for record in (*segment.records, *segment.damaged)]
+        newest = newest_by_iteration(records, self.epochs)
+        return spanning_suffix(newest, self.trainers[rank].window, self.span, end=end) is not None
 
     def stands(self, holder: Holder) -> bool:
         """Whether the memory of then still exists."""
@@ -198,13 +232,20 @@ class Checks(Network):
     # The checks.
 
     def watch(self) -> None:
-        if not self.changed:
-            return
-        self.changed = False
+        self.found.clear()
+        if self.changed:
+            self.changed = False
+            self.check()
+            self.found.clear()
+
+    def check(self) -> None:
+        """After an event that changed what there is, or what was said of it."""
         if self.announced is not None and self.known_floor() < self.announced.floor:
             self.announced = None  # it is as if it had not been announced
+            self.seen["waived: nobody left knows the floor"] += 1
         self.check_holders()
         self.check_tip()
+        self.check_losses()
         if self.announced is not None and self.rng.random() < _CHECKED:
             lost = self.rng.sample(sorted(self.nodes), self.rng.randint(0, self.replicas))
             lost += self.cut
@@ -226,17 +267,23 @@ class Checks(Network):
         """(b): at each iteration one state of all ranks, each the next one's past."""
         states: dict[int, set[State]] = {}
         for rank, pieces in plan.per_rank.items():
-            for iteration, piece in enumerate(pieces, start=plan.start):
+            for piece in pieces:
+                iteration = piece.record.iteration
                 for source in piece.sources:
                     slot = self.nodes[source.node].segments[source.segment].slots[source.index]
+                    if slot.rotten:
+                        continue
                     assert slot.content[:2] == (rank, iteration), f"(b) {source}: {slot.content}"
                     states.setdefault(iteration, set()).add(slot.content[2])  # type: ignore[arg-type]
         path = []
-        for iteration in range(plan.start, plan.end + 1):
+        for iteration in sorted(states):
             assert len(states[iteration]) == 1, f"(b) mixed at {iteration}: {states[iteration]}"
             path.append(states[iteration].pop())
         for before, after in itertools.pairwise(path):
-            assert self.parents[after] == before, f"(b) {after} does not follow {before}"
+            past: State | None = after
+            while past is not None and past[1] > before[1]:
+                past = self.parents[past]
+            assert past == before, f"(b) {after} does not follow {before}"
 
     def check_holders(self) -> None:
         """(c): who vouched for the floor holds its suffix."""
@@ -248,6 +295,9 @@ class Checks(Network):
                 if not self.stands(holder) or (holder.own and self.is_soft(rank, told.floor)):
                     continue
                 if self.holds(holder.node, rank, told.floor, own=holder.own):
+                    continue
+                if self._rotted(holder, rank, told.floor):
+                    self.seen["waived: rot"] += 1
                     continue
                 assert self.drawn_away(self.told()[2]), (
                     f"(c) {holder} does not hold rank {rank} up to the floor {told.floor}"
@@ -265,9 +315,69 @@ class Checks(Network):
             if self.drawn_away(others):
                 return
             plan = plan_recovery(held, len(self.homes), epochs=begun)
+            homes = self.homes.items()
+            if self.any_rot and not all(self.holds_intact(home, r, tip.end) for r, home in homes):
+                self.seen["waived: rot"] += 1
+                self.tip = None
+                return
             self.seen["tip checked"] += 1
             assert isinstance(plan, RecoveryPlan), f"(g) {tip.end} is lost: {plan.reason}"
             assert plan.end >= tip.end, f"(g) only {plan.end} is left, not {tip.end}: {plan.reason}"
+
+    def check_losses(self) -> None:
+        """(h): the loss of any one machine leaves a plan at the floor or later."""
+        told = self.announced
+        if told is None or not self.replicas:
+            return
+        floor = told.floor
+        where = {rank: self._two_with(rank, floor) for rank in self.homes}
+        for lost, node in self.nodes.items():
+            lacking = [rank for rank, names in where.items() if not names - {lost}]
+            if node.up:
+                self.seen["losses asked"] += 1
+            if not node.up or not lacking:
+                continue
+            held, begun, others = self.told([lost])
+            plan = plan_recovery(held, len(self.homes), epochs=begun)
+            if isinstance(plan, RecoveryPlan) and plan.end >= floor and not self.any_rot:
+                continue
+            for rank in lacking:
+                waived = self._waived(told, rank, lost)
+                if not waived and self.drawn_away(others):
+                    waived = "another history counts"
+                assert waived, f"(h) without {lost} rank {rank} has nothing up to the floor {floor}: {told}"
+                self.seen[f"waived: {waived}"] += 1
+
+    def _two_with(self, rank: int, end: int) -> set[str]:
+        """Up to two machines with a usable suffix that ends there: those first that should have it."""
+        told = self.announced
+        likely = [self.homes[rank], *(h.node for h in told.holders[rank])] if told is not None else []
+        found: set[str] = set()
+        for name in dict.fromkeys([*likely, *self.nodes]):
+            if self.nodes[name].up and self.holds_intact(name, rank, end):
+                found.add(name)
+                if len(found) == 2:
+                    break
+        return found
+
+    def _waived(self, told: Announced, rank: int, lost: str) -> str:
+        """Why one more loss may cost the floor; "": it may not."""
+        elsewhere = [holder for holder in told.holders[rank] if holder.node != lost]
+        if not elsewhere:
+            return told.alone.get(rank, "")
+        if not any(self.stands(holder) for holder in elsewhere):
+            return "another machine was lost before"
+        standing = [holder for holder in elsewhere if self.stands(holder)]
+        return "rot" if any(self._rotted(holder, rank, told.floor) for holder in standing) else ""
+
+    def _rotted(self, holder: Holder, rank: int, floor: int) -> bool:
+        """Whether its suffix up to the floor was damaged at rest; what is left of it may go afterwards."""
+        key = holder, rank, floor
+        if self.any_rot and key not in self.rotted:
+            intact = self.holds_intact(holder.node, rank, floor)
+            if not intact and self.held_before_rot(holder.node, rank, floor):
+                self.rotted.add(key)
+        return key in self.rotted
 
     def check_promise(
         self, lost: Collection[str], plan: RecoveryPlan | NoRecovery, others: Collection[int]
@@ -291,4 +401,5 @@ class Checks(Network):
 
     def _counts(self, holder: Holder, rank: int, floor: int, lost: Collection[str]) -> bool:
         soft = holder.own and self.is_soft(rank, floor)
-        return self.stands(holder) and holder.node not in lost and not soft
+        there = self.stands(holder) and holder.node not in lost and not soft
+        return there and not self._rotted(holder, rank, floor)

@@ -41,24 +41,29 @@ class Hosts(Checks):
     ) -> rep.Event:
         self.note_epoch(daemon, at, *epoch[:2])
         node, span = self.nodes[at], epoch[2]
+        if node.few_files:
+            self.seen["no descriptor"] += 1
+            return rep.OpenRefused(at, source.generation, "fs", "too many open files")
         num_slots = max(len(source.slots), 2 * max(source.num_operators, span))
         rings = [s for s in node.segments.values() if not s.own and s.primary == source.name]
         wide = [ring for ring in rings if len(ring.slots) >= num_slots]
         if not wide:
-            if node.full:
+            if node.full or node.no_space:
                 self.seen["quota"] += 1
                 return rep.OpenRefused(at, source.generation, "quota", "no memory")
             self.seen["widened"] += bool(rings)
             wide = [self._make_ring(node, source, num_slots, len(rings))]
             rings += wide
-        number = self._lease(daemon, peer, boot, wide[-1], rings)
+        number = self._lease(daemon, at, peer, boot, wide[-1], rings)
         held = tuple(r for ring in rings for r in ring.records if r.sealed)
         return rep.TargetOpened(at, source.generation, number, held, f"{daemon.boot}")
 
-    def _lease(self, daemon: Daemon, peer: str, boot: int, segment: Segment, rings: list[Segment]) -> int:
+    def _lease(
+        self, daemon: Daemon, at: str, peer: str, boot: int, segment: Segment, rings: list[Segment]
+    ) -> int:
         for number, known in daemon.leases.items():
             if (known.peer, known.boot) == (peer, boot) and known.segment is segment:
-                known.used_s = self.now_s
+                known.used_s = self.clock(at)
                 return number
         daemon.leases = {
             number: lease
@@ -66,7 +71,7 @@ class Hosts(Checks):
             if (lease.peer, lease.boot) != (peer, boot) or lease.segment not in rings
         }
         number = next(self.count)
-        daemon.leases[number] = Lease(peer, boot, segment, self.now_s)
+        daemon.leases[number] = Lease(peer, boot, segment, self.clock(at))
         return number
 
     def _make_ring(self, node: Node, source: Segment, num_slots: int, number: int) -> Segment:
@@ -89,7 +94,7 @@ class Hosts(Checks):
         node, found = self.nodes[at], daemon.leases.get(lease)
         if found is None:
             return rep.BeginRefused(at, key, "unknown", "no such lease")
-        found.used_s = self.now_s
+        found.used_s = self.clock(at)
         segment = found.segment
         told_epoch, told_promise, told_span = told
         daemon.known.learn(*JOB, told_epoch, told_promise, told_span)
@@ -125,7 +130,7 @@ class Hosts(Checks):
         segment.move(answer.index, SlotState.FILLING)
         ticket = next(self.count)
         daemon.tickets[ticket] = Ticket(found.peer, found.boot, segment, answer.index, lease, record)
-        self.later(TICKET_S, lambda: self.end_ticket(daemon, ticket))
+        self.local(at, TICKET_S, lambda: self.end_ticket(daemon, ticket))
         return rep.Granted(at, key, ticket)
 
     def serve_seal(self, daemon: Daemon, at: str, grant: object, key: SnapshotKey) -> rep.Event:
@@ -190,7 +195,8 @@ class Hosts(Checks):
     def clean(self, daemon: Daemon, at: str) -> None:
         """What the host does now and then."""
         node = self.nodes[at]
-        in_use = {v.segment.name for v in daemon.leases.values() if self.now_s - v.used_s < LEASE_IDLE_S} | {
+        now_s = self.clock(at)
+        in_use = {v.segment.name for v in daemon.leases.values() if now_s - v.used_s < LEASE_IDLE_S} | {
             t.segment.name for t in daemon.tickets.values()
         }
         promise, span = daemon.known.promise(*JOB)

@@ -30,11 +30,13 @@ __all__ = [
     "Announced",
     "Content",
     "Daemon",
+    "DaemonDied",
     "Hint",
     "Holder",
     "Lease",
     "Node",
     "Record",
+    "Rotten",
     "RunSide",
     "Segment",
     "Sender",
@@ -70,6 +72,10 @@ def digest_of(content: Content) -> bytes:
     return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
 
+class Rotten(tuple[object, ...]):
+    """A content of which bits have flipped since it was sealed; nobody knows until its digest is made."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorldConfig:
     """What a seed is played with; the defaults are what the tests play."""
@@ -88,15 +94,31 @@ class WorldConfig:
     "False: what the last recovery went back to is no more to a primary than what the floor may be next."
     counts_span: bool = True
     "False: what was counted with a shorter span than the run's counts, too."
+    among: frozenset[str] | None = None
+    "The kinds of faults that a seed of `tests.simulation.swarm` has; None: a random subset of all."
+    faults: frozenset[str] | None = None
+    "Of these kinds, those that are left; None: all. What is left happens as with all."
+    strikes: frozenset[int] | None = None
+    "The numbers of the strikes that happen; None: all."
+    most_nodes: int = 6
+
+
+class DaemonDied(Exception):
+    """A daemon ended in the middle of what it was doing."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One slot of a segment: its header and its bytes."""
+    """One slot of a segment: its header and its bytes, which are not as they were sealed if ``rotten``."""
 
     record: SlotRecord
     content: Content = TORN
     readers: int = 0
+
+    @property
+    def rotten(self) -> bool:
+        """Whether bits of a sealed slot have changed."""
+        return isinstance(self.content, Rotten)
 
 
 class Hint(NamedTuple):
@@ -125,6 +147,7 @@ class Segment:
     slots: list[Slot]
     num_operators: int
     hint: Hint = NO_HINT
+    damaged: list[SlotRecord] = field(default_factory=list)  # sealed headers that were lost
 
     @property
     def records(self) -> tuple[SlotRecord, ...]:
@@ -227,6 +250,7 @@ class Record:
 
     epochs: dict[int, tuple[int, int]] = field(default_factory=dict)  # its start, and which it follows
     names: set[str] = field(default_factory=set)  # who takes part, or did
+    lost: bool = False  # its file was damaged, so what it knew is not known
 
     def learn(self, epoch: int, start: int, follows: int = -1) -> None:
         known_start, known_follows = self.epochs.get(epoch, (start, follows))
@@ -248,6 +272,14 @@ class Node:
     delay_s: float = 0.1
     full: bool = False
     corrupts: bool = False
+    clock_s: float = 0.0  # what its clock shows at the start
+    drift: float = 0.0  # by which share its clock runs fast
+    frozen_s: float = 0.0  # its daemon is stopped until then
+    halted_s: float = 0.0  # its trainers are
+    few_files: bool = False  # its daemon finds no descriptor
+    no_space: bool = False  # its tmpfs is full
+    tears: bool = False  # its daemon dies between two stores of a hint
+    tears_late: bool = False  # of the first one of the next epoch
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +292,8 @@ class Trainer:
     sequence: int = 0
     coming: int = 0  # slots of the generation that was asked for
     retry_at: int = 0
+    free_s: float = 0.0  # when the boundary before is over
+    due: list[State] = field(default_factory=list)  # boundaries that it has not come to, in their order
 
 
 class Holder(NamedTuple):
@@ -284,6 +318,7 @@ class Vouched(NamedTuple):
     first: int
     last: int
     holders: tuple[Holder, ...]
+    alone: str = ""  # why no other node could hold it
 
 
 @dataclass(slots=True)
@@ -292,3 +327,4 @@ class Announced:
 
     floor: int
     holders: dict[int, tuple[Holder, ...]]
+    alone: dict[int, str] = field(default_factory=dict)  # by rank: why no other node could hold it

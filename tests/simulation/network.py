@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -9,13 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from ckptd.core.replication import target as rep
-from tests.simulation.model import DEADLINE_S, Daemon, Node, WorldConfig
+from tests.simulation.model import DEADLINE_S, Daemon, DaemonDied, Node, WorldConfig
 
 __all__ = ["Network"]
 
 
 class Network:
     """The clock, the machines, and what connects them."""
+
+    lost: float = 0.04  # the share of messages that do not arrive
+    doubled: float = 0.03  # and of those that arrive twice
 
     def __init__(self, seed: int, config: WorldConfig) -> None:
         self.seed, self.config = seed, config
@@ -28,6 +32,7 @@ class Network:
         self.calm = False
         self.nodes: dict[str, Node] = {}
         self.cut: set[str] = set()
+        self.one_way: set[tuple[str, str]] = set()  # nothing gets from the one to the other
         self.silent_s: dict[tuple[str, str], float] = {}  # since when one does not hear the other
 
     # What those above do about it.
@@ -53,10 +58,33 @@ class Network:
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (self.now_s + delay_s, next(self.count), what))
 
+    def local(self, name: str, delay_s: float, what: Callable[[], None], *, trainer: bool = False) -> None:
+        """On a machine, by its own clock; a process that is stopped does it when it goes on."""
+        node = self.nodes[name]
+
+        def act() -> None:
+            until_s = node.halted_s if trainer else node.frozen_s
+            if until_s > self.now_s:
+                self.later(until_s - self.now_s + 0.001, act)
+            else:
+                what()
+
+        self.later(delay_s / (1.0 + node.drift), act)
+
+    def clock(self, name: str) -> float:
+        """What the machine's clock shows. No two need agree, so nothing may compare times of two."""
+        node = self.nodes[name]
+        return node.clock_s + self.now_s * (1.0 + node.drift) if node.clock_s or node.drift else self.now_s
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether its daemon is stopped."""
+        return self.nodes[name].frozen_s > self.now_s
+
     def run_until(self, end_s: float) -> None:
         while self.queue and self.queue[0][0] <= end_s:
             self.now_s, _, what = heapq.heappop(self.queue)
-            what()
+            with contextlib.suppress(DaemonDied):
+                what()
             self.watch()
         self.now_s = end_s
 
@@ -70,19 +98,26 @@ class Network:
     # Messages.
 
     def reaches(self, a: str, b: str) -> bool:
-        return self.nodes[a].up and self.nodes[b].up and (a == b or not ({a, b} & self.cut))
+        if not (self.nodes[a].up and self.nodes[b].up):
+            return False
+        return a == b or not (a in self.cut or b in self.cut or (a, b) in self.one_way)
 
     def send(self, a: str, b: str, deliver: Callable[[Daemon], None]) -> None:
         """A message from a to whatever daemon runs on b when it arrives."""
         copies = 1
         if not self.calm:
             draw = self.rng.random()
-            copies = 0 if draw < 0.04 else 2 if draw < 0.07 else 1
+            copies = 0 if draw < self.lost else 2 if draw < self.lost + self.doubled else 1
         most = 0.05 if self.calm else max(self.nodes[a].delay_s, self.nodes[b].delay_s)
 
         def arrive() -> None:
             daemon = self.nodes[b].daemon
-            if daemon is not None and self.reaches(a, b):
+            if daemon is None or not self.reaches(a, b):
+                return
+            if self.is_frozen(b):  # it waits in the socket, and is gone with the process
+                there = lambda: deliver(daemon) if self.nodes[b].daemon is daemon else None
+                self.local(b, 0.0, there)
+            else:
                 deliver(daemon)
 
         for _ in range(copies):
@@ -125,11 +160,15 @@ class Network:
     def boot_of(self, a: str, b: str) -> int:
         """The boot of b's daemon, as a would find it now; -1: it does not answer."""
         other = self.nodes[b].daemon
-        return other.boot if other is not None and self.reaches(a, b) else -1
+        hears = other is not None and self.reaches(a, b) and self.reaches(b, a) and not self.is_frozen(b)
+        return other.boot if hears and other is not None else -1
 
     def look(self, a: str, b: str) -> None:
         daemon, boot = self.nodes[a].daemon, self.boot_of(a, b)
         if daemon is None:
+            return
+        if self.is_frozen(a):
+            self.local(a, 0.0, lambda: self.look(a, b))
             return
         if boot == -1:
             silent_s = self.now_s - self.silent_s.get((a, b), self.now_s)

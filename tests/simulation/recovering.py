@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import NoSuffix, find_suffix
 from ckptd.core.slots.slots import DRAWN_EPOCHS, SlotState, epoch_after
 from tests.simulation.model import Holder, Slot, State, Tip
@@ -47,12 +47,18 @@ class Recovering(Training):
                 for slot in segment.slots:
                     if segment.own and slot.record.state is SlotState.FILLED:
                         segment.move(slot.record.index, SlotState.SEALED)
+                    elif segment.own and slot.record.state is SlotState.FILLING:
+                        segment.move(slot.record.index, SlotState.FREE)
+                        self.seen["died while filling"] += 1
         away = [name for name in self.nodes if name not in usable]
         homes = self._new_homes(usable)
         held, begun, self.others = self.told(away)
         plan = plan_recovery(held, len(self.homes), homes=homes, epochs=begun)
         self.seen["other history"] += bool(self.others)
         self.check_promise(away, plan, self.others)
+        while isinstance(plan, RecoveryPlan) and self._put_aside(plan):
+            held, begun, self.others = self.told(away)
+            plan = plan_recovery(held, len(self.homes), homes=homes, epochs=begun)
         if isinstance(plan, NoRecovery) and self._worth_waiting(held, usable):
             self.tell(f"waits for {away}: {plan.reason}")
             self.seen["waited"] += 1
@@ -67,11 +73,30 @@ class Recovering(Training):
             self.nodes[name].record.names.clear()  # by command, where anything is left
         self._resume(plan, homes, epoch)
 
+    def _put_aside(self, plan: RecoveryPlan) -> bool:
+        """Quarantine the snapshots of which no copy is as it was sealed; whether there are any."""
+        found = False
+        for pieces in plan.per_rank.values():
+            for piece in pieces:
+                if all(self._slot_of(source).rotten for source in piece.sources):
+                    found = True
+                    self.seen["snapshot lost to rot"] += 1
+                    for source in piece.sources:
+                        segment = self.nodes[source.node].segments[source.segment]
+                        segment.move(source.index, SlotState.QUARANTINED)
+        return found
+
+    def _slot_of(self, source: SnapshotCopy) -> Slot:
+        return self.nodes[source.node].segments[source.segment].slots[source.index]
+
     def _worth_waiting(self, held: Iterable[HeldRecords], usable: Collection[str]) -> bool:
         """Nobody begins anew while somebody is silent who may hold what is missing, as far as those
         who answer know.
         """
-        known = {name for n in usable for name in self.nodes[n].record.names}
+        records = [self.nodes[name].record for name in usable]
+        known = {name for record in records for name in record.names}
+        if not known and any(record.lost for record in records):
+            known = {*self.nodes}  # nobody knows who else there is, so a person decides
         silent = [name for name in known - {*usable} if self.nodes[name].up]
         complete = any(not isinstance(find_suffix(h.records, h.num_operators), NoSuffix) for h in held)
         return bool(silent) and complete
@@ -95,8 +120,8 @@ class Recovering(Training):
         self.tip = None
         self.epochs = self.pasts[epoch] = past | {epoch: end}
         if isinstance(plan, RecoveryPlan):
-            source = plan.per_rank[0][-1].sources[0]
-            content = self.nodes[source.node].segments[source.segment].slots[source.index].content
+            slots = [self._slot_of(source) for source in plan.per_rank[0][-1].sources]
+            content = next(slot.content for slot in slots if not slot.rotten)
             self.history = self._history_of(content[2])  # type: ignore[arg-type]
             self.check_plan(plan)
             copies = {r: [self._copy_of(p) for p in of] for r, of in plan.per_rank.items()}
@@ -118,19 +143,21 @@ class Recovering(Training):
         return found[::-1]
 
     def _copy_of(self, piece: SnapshotToLoad) -> Slot:
-        """Any of its sources."""
-        source = self.rng.choice(piece.sources)
-        there = self.nodes[source.node].segments[source.segment].slots[source.index]
+        """Any of its sources that is as it was sealed."""
+        there = self._slot_of(self.rng.choice([s for s in piece.sources if not self._slot_of(s).rotten]))
         return Slot(there.record, there.content)
 
     def _load(self, rank: int, pieces: Iterable[SnapshotToLoad], copies: list[Slot], end: int) -> None:
         """Map what lies here, else copy it into a new generation; free what came later here."""
         home, trainer = self.homes[rank], self.trainers[rank]
-        own = {segment.name for segment in self.own_segments(rank)}
+        own = {(home, segment.name) for segment in self.own_segments(rank)}
         wanted = list(pieces)
         trainer.sequence = max(p.record.sequence for p in wanted)
         trainer.previous = end
-        if not all(any(s.node == home and s.segment in own for s in p.sources) for p in wanted):
+        here = [
+            any((s.node, s.segment) in own and not self._slot_of(s).rotten for s in p.sources) for p in wanted
+        ]
+        if not all(here):
             self.seen["fetched"] += 1
             segment = self.reserve(rank, max(self.first_size(rank), len(copies) + 2 + self.slack))
             for index, there in enumerate(copies):
@@ -161,6 +188,8 @@ class Recovering(Training):
         self.members = {**working, **idle}
         for rank, trainer in self.trainers.items():
             trainer.coming = trainer.retry_at = 0
+            trainer.free_s = 0.0
+            trainer.due.clear()
             if end < 0:
                 trainer.previous = -1
             found = self.own_segments(rank)

@@ -29,6 +29,7 @@ from tests.simulation.model import (
     Hint,
     Holder,
     RunSide,
+    Segment,
     Sender,
     Vouched,
 )
@@ -54,7 +55,12 @@ class Runs(Senders):
         late = epoch != self.epoch or not self.running or self.homes[rank] != name
         if late or self.nodes[name].daemon is not daemon:
             return
+        if self.nodes[name].no_space:  # the record cannot be written, so the rank must ask again
+            self.seen["join refused"] += 1
+            self.local(name, 1.0, lambda: self.join(name, daemon, rank, epoch))
+            return
         run, record = daemon.run, self.nodes[name].record
+        record.lost = False
         record.learn(epoch, self.epoch_start, self.follows)
         record.names |= self.members.keys()
         self._tell_idle(name, epoch, self.epoch_start, self.follows)
@@ -207,7 +213,8 @@ class Runs(Senders):
         told = run.senders[rank].core.word
         holders = self._holders(name, run.senders[rank])
         if run.span >= self.span:  # else the tree does not count it
-            self.vouch(rank, Vouched(run.epoch, told.first, told.last, holders))
+            alone = self._alone(run, rank) if {holder.node for holder in holders} == {name} else ""
+            self.vouch(rank, Vouched(run.epoch, told.first, told.last, holders, alone))
         windows = [s.num_operators for s in self.nodes[name].segments.values() if s.own and s.rank == rank]
         self._send(
             name,
@@ -215,9 +222,17 @@ class Runs(Senders):
             run.tree.set_rank(rank, told.last, first=told.first, span=max(windows, default=1)),
         )
 
+    def _alone(self, run: RunSide, rank: int) -> str:
+        """Why a rank may vouch by itself; "": it may not."""
+        if not self._place(run.members, set()).targets.get(rank):
+            return "no place"
+        states = run.senders[rank].core.states(now_s=0.0)
+        refuse = all(state.alive and not state.counted for state in states)  # nothing stalls as long as here
+        return "no memory" if refuse else ""
+
     def _holders(self, name: str, sender: Sender) -> tuple[Holder, ...]:
         """The targets that count; and where they are fewer than two and there are others, the primary."""
-        states = sender.core.states(now_s=self.now_s)
+        states = sender.core.states(now_s=self.clock(name))
         found = [
             Holder(state.node, sender.lives.get(state.boot_id, -1), False)
             for state in states
@@ -306,10 +321,10 @@ class Runs(Senders):
             self.feed(name, daemon, rank, sender, Tick())
             self.progressed(name, daemon, rank)
         if run.tree is not None:
-            self._send(name, run, run.tree.resend(now_s=self.now_s))
+            self._send(name, run, run.tree.resend(now_s=self.clock(name)))
         self._protect(name, daemon)
         self.clean(daemon, name)
-        self.later(TICK_S, lambda: self.tick(name, daemon))
+        self.local(name, TICK_S, lambda: self.tick(name, daemon))
 
     # The rings of the trainers.
 
@@ -330,8 +345,12 @@ class Runs(Senders):
             core.aim.last,
         )
         for segment in self.nodes[name].segments.values():
-            if segment.own and segment.rank == rank:
-                segment.hint = hint
+            if segment.own and segment.rank == rank and segment.hint != hint:
+                self.write_hint(name, segment, hint)
+
+    def write_hint(self, name: str, segment: Segment, hint: Hint) -> None:
+        """Store it beside the slots; `tests.simulation.swarm` may end the daemon in the middle."""
+        segment.hint = hint
 
     def _is_sole(self, run: RunSide, rank: int) -> bool:
         """Whether fewer than two targets are known to hold the suffix that ends at the floor."""

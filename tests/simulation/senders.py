@@ -29,8 +29,8 @@ class Senders(Hosts):
         wake_s = sender.core.wake_at_s
         if wake_s is not None and sender.woken_s != wake_s:
             sender.woken_s = wake_s
-            delay_s = max(0.001, wake_s - self.now_s)
-            self.later(delay_s, lambda: self.feed(name, daemon, rank, sender, Tick()))
+            delay_s = max(0.001, wake_s - self.clock(name))
+            self.local(name, delay_s, lambda: self.feed(name, daemon, rank, sender, Tick()))
 
     def feed_all(self, name: str, daemon: Daemon, event: rep.Event) -> None:
         for rank, sender in list(daemon.run.senders.items()):
@@ -49,13 +49,13 @@ class Senders(Hosts):
 
     def handle(self, name: str, daemon: Daemon, rank: int, sender: Sender, event: rep.Event) -> None:
         """One event, of which nobody is told."""
-        for effect in sender.core.handle(event, now_s=self.now_s):
+        for effect in sender.core.handle(event, now_s=self.clock(name)):
             self._perform(name, daemon, rank, sender, effect)
 
     def close_sender(self, name: str, sender: Sender) -> None:
         """Stop: transfers are cancelled, slots let go, here and on the targets."""
         sender.closed = True
-        for node, grant in list(sender.granted):
+        for node, grant in sorted(sender.granted):
             self._give_back(name, sender, node, grant)
         for transfer in sender.puts.values():
             transfer.over = True
@@ -213,9 +213,9 @@ class Senders(Hosts):
                 )
 
             self.send(name, node, arrived)
-            self.later(0.8, attempt)
+            self.local(name, 0.8, attempt)
 
-        self.later(0.02, attempt)
+        self.local(name, 0.02, attempt)
 
     def _ended(
         self, name: str, daemon: Daemon, rank: int, sender: Sender, transfer: Transfer, ok: bool

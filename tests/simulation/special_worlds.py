@@ -8,7 +8,17 @@ from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from tests.simulation.model import DEADLINE_S, Node, Trainer, WorldConfig
 from tests.simulation.replication_world import World, played
 
-__all__ = ["ROWS", "FallsBack", "OwnCopies", "SingleLosses", "play_fall_back", "play_own_copies", "play_row"]
+__all__ = [
+    "ROWS",
+    "FallsBack",
+    "OwnCopies",
+    "SingleLosses",
+    "Splits",
+    "play_fall_back",
+    "play_own_copies",
+    "play_row",
+    "play_split",
+]
 
 
 ROWS = ("slow", "away", "cut", "fast")
@@ -195,3 +205,61 @@ class FallsBack(World):
 def play_fall_back(seed: int, config: WorldConfig | None = None) -> FallsBack:
     """The world of this seed, played to its end."""
     return played(FallsBack(seed, config), f"seed {seed}")
+
+
+_SPLIT_CHAOS_S = 40.0
+_FOR_GOOD_S = 100.0  # longer than the world lasts
+
+
+class Splits(World):
+    """A job that goes on twice from one past, by machines that do not know of one another's epoch.
+
+    One machine is cut off, and the others begin an epoch without it. Then one of these is lost and the other
+    one cut off, and the first goes on from what it has. When the last one is back, there are two histories.
+    """
+
+    breaks = 0.0
+
+    def __init__(self, seed: int, config: WorldConfig | None = None) -> None:
+        told = config or WorldConfig()
+        super().__init__(seed, dataclasses.replace(told, chaos_s=_SPLIT_CHAOS_S))
+        for node in self.nodes.values():
+            node.capacity = None
+
+    def _make_nodes(self) -> None:
+        self.alone, self.replicas = False, 2
+        for name in ("n0", "n1", "n2"):
+            self.nodes[name] = Node(name, {})
+
+    def _make_ranks(self) -> None:
+        self.homes = {0: "n0", 1: "n1"}
+        windows = [self.rng.randint(1, 3) for _ in self.homes]
+        self.span = max(windows)
+        self.trainers = {rank: Trainer(window, 0) for rank, window in enumerate(windows)}
+
+    def play(self) -> None:
+        at_s = self.rng.uniform(6.0, 9.0)
+        self.later(at_s, lambda: self.cut_off("n2", _FOR_GOOD_S, False))
+        at_s += self.rng.uniform(0.5, 6.0)
+        self.later(at_s, lambda: self.stop_job("a trainer died"))
+        at_s += self.rng.uniform(4.0, 10.0)
+        self.later(at_s, self.change_sides)
+        self.later(at_s + self.rng.uniform(8.0, 14.0), self.meet)
+        self.run_until(self.config.chaos_s)
+        self.settle()
+
+    def change_sides(self) -> None:
+        """Those who know the newest epoch are lost or away, and who does not is back."""
+        self.heal("n2")
+        self.cut_off("n1", _FOR_GOOD_S, True)
+        self.destroy("n0")
+
+    def meet(self) -> None:
+        """The other history is back, and the job starts once more."""
+        self.heal("n1")
+        self.stop_job("a trainer died")
+
+
+def play_split(seed: int, config: WorldConfig | None = None) -> Splits:
+    """The world of this seed, played to its end."""
+    return played(Splits(seed, config), f"split seed {seed}")

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,9 +16,9 @@ import pytest
 
 from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
 from tests.simulation.replication_world import World, WorldConfig, play
-from tests.simulation.special_worlds import ROWS, play_fall_back, play_own_copies, play_row
+from tests.simulation.special_worlds import ROWS, play_fall_back, play_own_copies, play_row, play_split
 
-SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "200"))
+SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "60"))
 SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "6"))
 Play = Callable[..., World]  # of a seed, and a config
 _NO_TIP = WorldConfig(keeps_tip=False)
@@ -95,7 +97,16 @@ def test_seeds_that_broke_a_promise_once(seed: int) -> None:
 
 
 def test_a_seed_replays_exactly() -> None:
-    assert play(3).trace == play(3).trace
+    """Also in another process, in which sets of names have another order."""
+    program = "from tests.simulation.replication_world import play; print(*play(8).trace, sep=chr(10))"
+    replayed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert play(8).trace == replayed.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +160,14 @@ def test_the_loss_of_either_of_two_nodes_leaves_a_plan(row: str) -> None:
         assert seen["skipped"] == 0
     else:
         assert seen["skipped"] < seen["snapshots"] / 4
+
+
+def test_two_histories_from_one_past_are_never_mixed() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(10):
+        seen.update(play_split(seed).seen)
+    assert seen["other history"] > 0
+    assert seen["epoch taken twice"] > 0
 
 
 def test_old_generations_go_also_while_no_snapshot_can_be_taken() -> None:

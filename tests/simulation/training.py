@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ckptd.core.replication.replicas import Promise, promised
 from ckptd.core.slots.ring import SlotChoice, choose_slot, droppable_generations, most_slots, slots_for_window
 from ckptd.core.slots.slots import SlotRecord, SlotState
@@ -10,6 +12,7 @@ from tests.simulation.model import (
     STEP_S,
     TORN,
     Content,
+    DaemonDied,
     Hint,
     Segment,
     Slot,
@@ -30,6 +33,8 @@ class Training(Runs):
 
     growth_refused: float
     breaks: float = 0.012  # how often a rank takes no snapshot, so that its chain begins anew
+    drift_s: float = 0.0  # by how much a rank may be later than another one
+    fill_s: float = 0.0  # how long a slot may be filled; 0: no process ends meanwhile
 
     def _init_training(self) -> None:
         self.iteration = 0
@@ -45,9 +50,27 @@ class Training(Runs):
             self.parents[state] = self.history[-1] if self.history else None
             self.history.append(state)
             for rank in self.homes:
-                self._boundary(rank, state)
+                self._reach(rank, state)
         self.iteration += 1
-        self.later(STEP_S, lambda: self.step(run_id))
+        halted_s = max(self.nodes[name].halted_s for name in self.homes.values())
+        free_s = max(trainer.free_s for trainer in self.trainers.values()) - self.drift_s
+        self.later(max(STEP_S, halted_s - self.now_s, free_s - self.now_s), lambda: self.step(run_id))
+
+    def _reach(self, rank: int, state: State) -> None:
+        """A rank comes to the end of the iteration, now or later than the others."""
+        trainer, run_id = self.trainers[rank], self.run_id
+        if not self.drift_s and not trainer.due:
+            self._boundary(rank, state)
+            return
+        late_s = self.rng.uniform(0.0, self.drift_s)  # and after the one before, also when all is calm
+        trainer.free_s = max(self.now_s + late_s, trainer.free_s + 0.05)
+        trainer.due.append(state)
+
+        def come() -> None:
+            if run_id == self.run_id:
+                self._boundary(rank, trainer.due.pop(0))
+
+        self.local(self.homes[rank], trainer.free_s - self.now_s, come, trainer=True)
 
     def _boundary(self, rank: int, state: State) -> None:
         trainer = self.trainers[rank]
@@ -118,9 +141,10 @@ class Training(Runs):
                 return choice
 
     def _fill(self, rank: int, segment: Segment, index: int, state: State) -> None:
-        iteration, trainer = self.iteration, self.trainers[rank]
+        iteration, trainer, run_id = state[1], self.trainers[rank], self.run_id
         trainer.sequence += 1
         content: Content = (rank, iteration, state)
+        assert not segment.slots[index].readers, f"(d) rank {rank} fills slot {index}, which is being read"
         segment.slots[index].content = TORN
         if segment.slots[index].record.sealed:
             self.changed = True
@@ -137,13 +161,21 @@ class Training(Runs):
             epoch_start=self.epoch_start,
             header_digest=digest_of(content),
         )
-        segment.slots[index].content = content
-        segment.move(index, SlotState.FILLED)
         self.truth[rank, iteration, self.epoch, trainer.sequence] = content
         trainer.previous = iteration
-        run_id = self.run_id
-        slow = 0.3 if self.calm else self.rng.choice((0.2, 0.5, 0.9))
-        self.later(self.rng.uniform(0.01, slow), lambda: self.seal_own(rank, segment, index, run_id))
+
+        def filled() -> None:
+            if run_id == self.run_id and self.nodes[self.homes[rank]].up:
+                segment.slots[index].content = content
+                segment.move(index, SlotState.FILLED)
+                slow = 0.3 if self.calm else self.rng.choice((0.2, 0.5, 0.9))
+                sealed = lambda: self.seal_own(rank, segment, index, run_id)
+                self.local(self.homes[rank], self.rng.uniform(0.01, slow), sealed, trainer=True)
+
+        if self.fill_s and not self.calm:
+            self.local(self.homes[rank], self.rng.uniform(0.0, self.fill_s), filled, trainer=True)
+        else:
+            filled()
 
     def seal_own(self, rank: int, segment: Segment, index: int, run_id: int) -> None:
         filled = segment.slots[index].record.state is SlotState.FILLED
@@ -167,7 +199,12 @@ class Training(Runs):
         home = self.homes[rank]
         daemon = self.nodes[home].daemon
         if daemon is not None and rank in daemon.run.senders:
-            self.tell_slots(home, daemon, rank, daemon.run.senders[rank])
+            told = lambda: self.tell_slots(home, daemon, rank, daemon.run.senders[rank])
+            if self.is_frozen(home):
+                self.local(home, 0.0, lambda: told() if rank in daemon.run.senders else None)
+                return
+            with contextlib.suppress(DaemonDied):
+                told()
 
     # Generations.
 
@@ -191,7 +228,9 @@ class Training(Runs):
         """Go over to the generation that was asked for, if there is memory for it."""
         if not trainer.coming:
             return
-        if self.chance(self.growth_refused) or self.nodes[self.homes[rank]].daemon is None:
+        home = self.nodes[self.homes[rank]]
+        away = home.daemon is None or home.no_space or self.is_frozen(home.name)
+        if self.chance(self.growth_refused) or away:
             self.seen["growth refused"] += 1
             trainer.retry_at = self.iteration + _RETRY_STEPS
         else:

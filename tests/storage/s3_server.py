@@ -7,7 +7,6 @@ binary is not installed the tests that need it are skipped.
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -18,6 +17,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ports import free_ports
 
 __all__ = ["ACCESS_KEY", "BUCKET", "SECRET", "S3Server", "weed"]
 
@@ -157,12 +158,3 @@ def _wipe(folder: Path, ports: Mapping[str, int]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for name, port in ports.items():
         Path(f"/tmp/seaweedfs-{name.partition('.')[0]}-grpc-{port}.sock").unlink(missing_ok=True)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on just now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

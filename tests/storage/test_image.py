@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.storage import image
-from ckptd.storage.image import DigestMismatch, ImageLayout, ImageView, seal, verify
+from ckptd.storage.image import DigestMismatch, ImageLayout, ImageView, seal, sealed_digests, verify
 from ckptd.storage.image_format import DTYPE_SIZE, ImageError, TensorEntry
 
 IDENTITY = {"job": "demo", "run": "r1", "rank": "0", "world_size": "1"}
@@ -176,6 +176,7 @@ def test_sealed_image_verifies_and_digests_are_the_specified_ones(threads: int) 
     view = ImageView(buf)
     expected = [xxhash.xxh3_128_hexdigest(view.data(tensor.name)) for tensor in view]
     assert stored == "".join(expected)
+    assert sealed_digests(buf) == (layout.layout_id, view.entries, bytes.fromhex(stored))
     assert seal(buf) == digest  # sealing again changes nothing
 
 

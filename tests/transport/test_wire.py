@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from ckptd.transport import messages as m
+from ckptd.transport import wire
 from ckptd.transport.wire import (
     MAX_BODY_BYTES,
     ControlClient,
@@ -219,6 +220,26 @@ def test_a_long_request_to_a_peer_that_was_restarted_says_so_soon(tmp_path: Path
         pytest.raises(RequestTimeout, match=r"to GetStatus: the daemon was restarted"),
     ):
         client.request(m.GetStatus(), timeout_s=60.0, alive_s=0.2)
+
+
+def test_who_has_no_session_hears_soon_that_the_daemon_was_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon that answers the second ping is another one than that which was asked."""
+    monkeypatch.setattr(wire, "_ALIVE_S", 1.0)
+
+    def restarted(socket: zmq.Socket[bytes]) -> None:
+        answer(socket, m.Pong("first", False))
+        socket.recv_multipart()  # the request
+        answer(socket, m.Pong("first", False))
+        answer(socket, m.Pong("second", False))
+
+    with (
+        peer(tmp_path, restarted) as endpoint,
+        ControlClient(endpoint) as client,
+        pytest.raises(RequestTimeout, match=r"to GetStatus: the daemon was restarted"),
+    ):
+        client.ask(m.GetStatus(), m.Status, timeout_s=600.0)
 
 
 def test_a_client_cannot_say_whose_process_it_is(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -75,7 +76,9 @@ class Keys:
         path = Path(folder) / "node.key_secret"
         try:
             mode = path.stat().st_mode
-            public, secret = load_certificate(path)
+            public, secret = _load_certificate(path)
+        except FileNotFoundError as error:
+            raise KeysError(f"there is no {path}; `ckptctl keys new` makes a key pair") from error
         except (OSError, ValueError) as error:
             raise KeysError(f"no usable key in {path}: {error}") from error
         if mode & 0o077:
@@ -134,8 +137,8 @@ def checked_key(key: str | bytes) -> str:
     try:
         if len(text) == 40 and len(z85.decode(text)) == 32:
             return text
-    except (KeyError, ValueError):
-        pass  # characters outside the alphabet: the same error as a wrong length
+    except (KeyError, ValueError, struct.error):
+        pass  # characters outside the alphabet, or five of too large a value: as a wrong length
     raise KeysError("a key has 40 characters of Z85")
 
 
@@ -223,7 +226,7 @@ def trusted_keys(folder: Path) -> list[TrustedKey]:
         try:
             if kind not in ("", PREVIOUS[1:]):
                 raise ValueError("its name is not that of a node")
-            key = checked_key(load_certificate(path)[0])
+            key = checked_key(_load_certificate(path)[0])
             expires = EXPIRES.search(path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
             logger.warning("%s holds no key and is ignored: %s", path, error)
@@ -270,6 +273,14 @@ class Trust:
         self._stamp = self._modified()  # before the scan: a change during it is seen next time
         self._read_at = time.monotonic()
         self._keys = {key.public: key for key in trusted_keys(self._folder)}
+
+
+def _load_certificate(path: Path) -> tuple[bytes, bytes | None]:
+    """The public and the secret key in a file; raises OSError or ValueError if it has none."""
+    try:
+        return load_certificate(path)
+    except IndexError as error:  # pyzmq's, for a key without a value
+        raise ValueError("a line names a key, and has none") from error
 
 
 def _certificate(public: str, secret: str | None = None, *, until_s: float | None = None) -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptd.core.advice.job_shape import RankShape
+from ckptd.core.advice.node_losses import NodeLosses
 from ckptd.core.advice.outlook import (
+    EQUAL_ETTR,
+    LOSSY,
     Choice,
     Conditions,
     PolicyOutlook,
     at_mtbf,
     dense_outlook,
     partial_outlook,
+    selected_outlook,
     window_outlook,
 )
 from ckptd.core.interval_control import MAX_STALL, IntervalRule, SnapshotCost, interval_of
@@ -30,6 +34,7 @@ __all__ = [
     "ettr_curves",
     "interval_by",
     "mtbf_axis",
+    "settings",
 ]
 
 _WINDOWS = 64
@@ -38,8 +43,6 @@ _NAMED = {
     "Gemini's interval": IntervalRule.GEMINI,
     "Young and Daly's interval": IntervalRule.YOUNG_DALY,
 }
-# Two policies that differ by less are the same to a user: the simpler one is taken, with the smaller window.
-_EQUAL = 1e-4
 _SHORTEST_S, _LONGEST_S, _AXIS_POINTS = 60.0, 86400.0, 64
 
 
@@ -49,17 +52,17 @@ class Advice:
 
     Attributes:
         best: None if none fits the memory and the network.
-        others: the best of each policy, and dense snapshots at the intervals that papers choose, with their
-            names; the best first, each choice once, and not ``best``.
+        others: the best of each policy, of each number of replicas, and dense snapshots at the intervals that
+            papers choose, with their names; the best first, each choice once, and not ``best``.
         rejected: how many choices do not fit, and why; "" if all do.
-        lossy: the best partial snapshots whose losses stay within the limit; None if there are none. They are
-            never ``best``.
+        lossy: the best partial and the best selected snapshots whose losses stay within the limit, the better
+            first. They are never ``best``.
     """
 
     best: PolicyOutlook | None
     others: tuple[tuple[str, PolicyOutlook], ...]
     rejected: str
-    lossy: PolicyOutlook | None = None
+    lossy: tuple[PolicyOutlook, ...] = ()
 
 
 def interval_by(rule: IntervalRule, rank: RankShape, conditions: Conditions) -> int:
@@ -77,30 +80,71 @@ def advise(
     *,
     memory_bytes: int | None = None,
     longest_window: int = _WINDOWS,
+    losses: NodeLosses | None = None,
 ) -> Advice:
-    """Rate sliding and aligned windows of every length, and dense snapshots of every interval.
+    """Rate sliding, aligned and partial windows of every length, and dense snapshots of every interval, with
+    each number of replicas.
+
+    If the conditions have storage, durable checkpoints of partial snapshots store all experts, or a part of
+    them that goes into the window without a remainder.
 
     Args:
         memory_bytes: for the rank on its node, replicas included; None: as much as is needed.
+        losses: of several nodes at once, and the numbers of replicas to choose from; None: the conditions'
+            number of replicas.
+    Raises:
+        ValueError: as of `NodeLosses.conditions`.
     """
-    longest = max(1, min(longest_window, len(rank.operators)))
-    named = _named_intervals(rank, conditions)
-    every = sorted({*_intervals(named["Gemini's interval"]), *named.values()})
-    found = _windows(rank, conditions, longest)
-    partial = found.pop("partial")
-    found["dense"] = [dense_outlook(rank, conditions, n) for n in every]
-    everything = [each for outlooks in found.values() for each in outlooks]
+    rated: dict[str, list[PolicyOutlook]] = {}
+    named: list[tuple[str, PolicyOutlook]] = []
+    for each in _by_replicas(conditions, losses):
+        for policy, outlooks in _rated(rank, each, longest_window).items():
+            rated.setdefault(policy, []).extend(outlooks)
+        named += [
+            (name, dense_outlook(rank, each, every)) for name, every in _named_intervals(rank, each).items()
+        ]
+    lossy = [_best_fitting(rated.pop(policy), memory_bytes) for policy in LOSSY]
+    everything = [each for outlooks in rated.values() for each in outlooks]
     too_large = [] if memory_bytes is None else [e for e in everything if e.memory_bytes > memory_bytes]
-    best_of = {policy: _best_fitting(outlooks, memory_bytes) for policy, outlooks in found.items()}
-    bests = [(policy, each) for policy, each in best_of.items() if each is not None]
-    best = _best_fitting([each for _, each in bests], None)
-    others = bests + [(name, dense_outlook(rank, conditions, n)) for name, n in named.items()]
+    bests = [(policy, _best_fitting(outlooks, memory_bytes)) for policy, outlooks in rated.items()]
+    bests += [(name, _best_fitting(found, memory_bytes)) for name, found in _replica_names(everything)]
+    fitting = [(name, each) for name, each in bests if each is not None]
+    best = _best_fitting([each for _, each in fitting], None)
     return Advice(
         best,
-        _once(others, best),
+        _once([*fitting, *_best_named(named)], best),
         _rejected(everything, too_large, memory_bytes),
-        _best_fitting(partial, memory_bytes),
+        tuple(sorted((each for each in lossy if each is not None), key=lambda each: -each.ettr)),
     )
+
+
+def _by_replicas(conditions: Conditions, losses: NodeLosses | None) -> list[Conditions]:
+    """The conditions with each number of replicas."""
+    if losses is None:
+        return [conditions]
+    return [losses.conditions(replace(conditions, replicas=each)) for each in losses.candidates]
+
+
+def _rated(rank: RankShape, conditions: Conditions, longest: int) -> dict[str, list[PolicyOutlook]]:
+    named = _named_intervals(rank, conditions)
+    every = sorted({*_intervals(named["Gemini's interval"]), *named.values()})
+    dense = [dense_outlook(rank, conditions, n) for n in every]
+    return {**_windows(rank, conditions, longest), "dense": dense}
+
+
+def _replica_names(everything: Sequence[PolicyOutlook]) -> list[tuple[str, list[PolicyOutlook]]]:
+    """All choices by the number of their replicas, if there are several."""
+    found: dict[int, list[PolicyOutlook]] = {}
+    for each in everything:
+        found.setdefault(each.choice.replicas, []).append(each)
+    if len(found) == 1:
+        return []
+    return [(outlooks[0].choice.replicas_text, outlooks) for outlooks in found.values()]
+
+
+def _best_named(named: Sequence[tuple[str, PolicyOutlook]]) -> list[tuple[str, PolicyOutlook]]:
+    """Of each name the best."""
+    return [(wanted, _best([each for name, each in named if name == wanted])) for wanted in dict(named)]
 
 
 def _named_intervals(rank: RankShape, conditions: Conditions) -> dict[str, int]:
@@ -111,15 +155,24 @@ def _named_intervals(rank: RankShape, conditions: Conditions) -> dict[str, int]:
 def _windows(
     rank: RankShape, conditions: Conditions, longest: int = _WINDOWS
 ) -> dict[str, list[PolicyOutlook]]:
-    """Sliding, aligned and partial snapshots in windows of every length, by policy."""
+    """Sliding, aligned, partial and selected snapshots in windows of every length, by policy."""
     longest = max(1, min(longest, len(rank.operators)))
     # Partial: of every window in which each snapshot has an expert of a layer.
     layers = Counter(op.layer for op in rank.operators if op.kind is OperatorKind.EXPERT)
-    experts = min(longest, max(layers.values(), default=0))
+    experts = min(longest, rank.experts_here or longest, max(layers.values(), default=0))
+    stores = bool(conditions.storage_Bps)
+    partial = [
+        (window, parts)
+        for window in range(2, experts + 1)
+        for parts in range(window)
+        if parts == 0 or (stores and window % parts == 0)
+    ]
+    selected = [each for each in _intervals(2, experts) if rank.selectable]
     return {
         "sliding": [window_outlook(rank, conditions, "sliding", w) for w in range(1, longest + 1)],
         "aligned": [window_outlook(rank, conditions, "aligned", w) for w in range(2, longest + 1)],
-        "partial": [partial_outlook(rank, conditions, w) for w in range(2, experts + 1)],
+        "partial": [partial_outlook(rank, conditions, w, parts=p) for w, p in partial],
+        "selected": [selected_outlook(rank, conditions, w) for w in selected],
     }
 
 
@@ -162,34 +215,41 @@ def mtbf_axis(mtbf_s: float) -> tuple[float, ...]:
 
 
 def ettr_curves(
-    rank: RankShape, conditions: Conditions, mtbfs_s: Sequence[float], *, memory_bytes: int | None = None
+    rank: RankShape,
+    conditions: Conditions,
+    mtbfs_s: Sequence[float],
+    *,
+    memory_bytes: int | None = None,
+    losses: NodeLosses | None = None,
 ) -> tuple[EttrCurve, ...]:
     """The curves of sliding and aligned windows, of dense snapshots at the intervals that papers choose, and
-    of partial snapshots, if the rank has experts.
+    of partial and selected snapshots, if the rank has experts.
 
     The best choice of a policy depends on the MTBF. What a choice costs does not: each is rated once.
 
     Args:
         conditions: their MTBF does not count.
-        memory_bytes: as for `advise`.
+        memory_bytes, losses: as for `advise`.
     """
-    rated = _windows(rank, conditions)
+    rated = [(each.replicas, _windows(rank, each)) for each in _by_replicas(conditions, losses)]
+
+    def there(replicas: int, mtbf_s: float) -> Conditions:
+        base = replace(conditions, mtbf_s=mtbf_s, replicas=replicas)
+        return base if losses is None else losses.conditions(base)
 
     def best(policy: str, mtbf_s: float) -> PolicyOutlook | None:
-        found = [at_mtbf(each, conditions.iteration_s, mtbf_s) for each in rated[policy]]
+        found = [at_mtbf(each, there(n, mtbf_s)) for n, windows in rated for each in windows[policy]]
         return _best_fitting(found, memory_bytes)
 
     def dense(name: str, mtbf_s: float) -> PolicyOutlook | None:
-        there = replace(conditions, mtbf_s=mtbf_s)
-        every = _named_intervals(rank, there)[name]
-        return _best_fitting([dense_outlook(rank, there, every)], memory_bytes)
+        every = [(c, _named_intervals(rank, c)[name]) for c in (there(n, mtbf_s) for n, _ in rated)]
+        return _best_fitting([dense_outlook(rank, c, n) for c, n in every], memory_bytes)
 
-    points = {policy: tuple(best(policy, m) for m in mtbfs_s) for policy, found in rated.items() if found}
-    partial = points.pop("partial", None)
-    for name in _named_intervals(rank, conditions):
-        points[f"dense, {name}"] = tuple(dense(name, m) for m in mtbfs_s)
-    curves = [EttrCurve(name, True, found) for name, found in points.items()]
-    return (*curves, EttrCurve("partial", False, partial)) if partial else tuple(curves)
+    policies = [policy for policy, found in rated[0][1].items() if found]
+    points = {policy: tuple(best(policy, m) for m in mtbfs_s) for policy in policies}
+    points |= {f"dense, {name}": tuple(dense(name, m) for m in mtbfs_s) for name in _NAMED}
+    curves = [EttrCurve(name, name not in LOSSY, found) for name, found in points.items()]
+    return tuple(sorted(curves, key=lambda curve: not curve.exact))
 
 
 def _once(
@@ -223,25 +283,49 @@ def _rejected(
     return "; ".join(reasons)
 
 
-def arguments(outlook: PolicyOutlook) -> str:
+def arguments(outlook: PolicyOutlook, rank: RankShape) -> str:
     """What to pass to ``Checkpointer`` for this choice."""
     choice = outlook.choice
     if choice.policy == "dense":
         return f'snapshots=SnapshotOptions(policy="dense", every={choice.every})'
     policy = "" if choice.policy == "sliding" else f'policy="{choice.policy}", '
     every = f"every={choice.every}, " if choice.every > 1 else ""
-    return f"snapshots=SnapshotOptions({policy}{every}window={choice.window})"
+    options = _partial_options(choice, rank) if choice.policy in LOSSY else []
+    partial = f", partial=PartialOptions({', '.join(options)})" if options else ""
+    return f"snapshots=SnapshotOptions({policy}{every}window={choice.window}{partial})"
 
 
-def _intervals(first: int) -> list[int]:
+def _partial_options(choice: Choice, rank: RankShape) -> list[str]:
+    """Those that differ from the defaults, as far as the rank's experts are known."""
+    options = []
+    if rank.experts_here < rank.num_experts:
+        options.append(f"num_experts={rank.num_experts}")
+    if choice.parts and rank.num_experts:
+        # The most that are in so many parts.
+        options.append(f"persist_experts={rank.num_experts * choice.parts // choice.window}")
+    return options
+
+
+def settings(outlook: PolicyOutlook) -> dict[str, int]:
+    """What to set for the daemons, so that there are as many replicas as this choice has, and durable
+    checkpoints at its interval.
+    """
+    stored = outlook.storage
+    durable = {} if stored is None else {"persist_every": stored.every, "persist_every_s": 0}
+    return {"replicas": outlook.choice.replicas, **durable}
+
+
+def _intervals(first: int, last: int = 20_000) -> Iterator[int]:
     """Each, at first; later ones a twentieth apart."""
-    found = [first]
-    while found[-1] < 20_000:
-        found.append(found[-1] + max(1, found[-1] // 20))
-    return found
+    while first <= last:
+        yield first
+        first += max(1, first // 20)
 
 
 def _best(outlooks: Sequence[PolicyOutlook]) -> PolicyOutlook:
     most = max(each.ettr for each in outlooks)
-    near = [each for each in outlooks if each.ettr >= most - _EQUAL]
-    return min(near, key=lambda each: (each.choice.window, each.memory_bytes, -each.ettr))
+    # The simplest one: with the smallest window, and durable checkpoints that have everything.
+    near = [each for each in outlooks if each.ettr >= most - EQUAL_ETTR]
+    return min(
+        near, key=lambda each: (each.choice.window, each.memory_bytes, each.choice.parts > 0, -each.ettr)
+    )

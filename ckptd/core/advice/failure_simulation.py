@@ -6,10 +6,11 @@ while the job recovers from the last one, which begin the recovery again, and wh
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptd.core.advice.outlook import PolicyOutlook
@@ -26,7 +27,7 @@ class PlayedRun:
         stall_s: of these iterations.
         lost_s: iterations that were done, and lost.
         recovery_s: restarts, loads and replays.
-        failures: how many there were.
+        failures: how many there were, losses of all copies in memory included.
     """
 
     useful_s: float
@@ -43,29 +44,44 @@ class PlayedRun:
 
 
 def play(
-    outlook: PolicyOutlook, iteration_s: float, failures_s: Iterable[float], length_s: float
+    outlook: PolicyOutlook,
+    iteration_s: float,
+    failures_s: Iterable[float],
+    length_s: float,
+    losses_s: Iterable[float] = (),
 ) -> PlayedRun:
     """Play a run of that length.
 
     Args:
         iteration_s: without snapshots.
         failures_s: ascending; those that come after the end do not count.
+        losses_s: the same, of failures that take a state with all of its copies in memory. The job goes back
+            to the last durable checkpoint, and without one to its beginning.
     """
     step_s = iteration_s + outlook.stall_s
-    after_s = outlook.restart_s + outlook.load_s + outlook.replay_s
-    done, lost_s, recovery_s, failures = 0, 0.0, 0.0, 0
+    done, durable, lost_s, recovery_s, failures = 0, 0, 0.0, 0.0, 0
     failed_s = trains_s = 0.0  # since when the job recovers, and since when it trains
-    for failure_s in failures_s:
+    began = -math.inf  # where the process that trains went on from
+    compares = True  # it repeats iterations only to compare
+    from_storage = False  # what it recovers from, until it trains
+    for failure_s, is_loss in _merged(failures_s, losses_s):
         if failure_s >= length_s:
             break
         failures += 1
         recovery_s += min(failure_s, trains_s) - failed_s
-        if failure_s > trains_s:
-            worked_s = failure_s - trains_s
-            kept = max(done, _restorable(outlook, done + int(worked_s / step_s), step_s))
-            lost_s += worked_s - (kept - done) * step_s
-            done = kept
-        failed_s, trains_s = failure_s, failure_s + after_s
+        worked_s = max(0.0, failure_s - trains_s)
+        reached = done + int(worked_s / step_s)
+        durable = max(durable, _stored(outlook, reached, step_s))
+        kept = durable if is_loss else max(done, _restorable(outlook, done, worked_s, step_s))
+        lost_s += worked_s - (kept - done) * step_s
+        if kept > began:
+            compares = kept - began >= 2 * outlook.choice.every
+        # A history that is abandoned takes its checkpoints along.
+        done, durable, began = kept, min(durable, kept), kept
+        # A failure while a recovery loads from storage leaves it nothing but storage.
+        from_storage = is_loss or (from_storage and not worked_s)
+        failed_s = failure_s
+        trains_s = failure_s + _recovers_s(outlook, from_storage=from_storage, compares=compares)
     recovery_s += min(length_s, trains_s) - failed_s
     worked_s = max(0.0, length_s - trains_s)
     new = int(worked_s / step_s)
@@ -128,23 +144,54 @@ def _row(line: str, number: int, before: tuple[float, ...] | None) -> tuple[floa
 
 
 def mean_ettr(
-    outlook: PolicyOutlook, iteration_s: float, drawn: Iterable[Iterable[float]], length_s: float
+    outlook: PolicyOutlook,
+    iteration_s: float,
+    drawn: Iterable[Iterable[float]],
+    length_s: float,
+    losses_s: Iterable[Iterable[float]] | None = None,
 ) -> float:
     """The part of the time that counts, over runs of that length.
 
     Args:
         drawn: the failures of each run.
+        losses_s: as of `play`, of each run; None: there are none.
     """
-    return statistics.fmean(play(outlook, iteration_s, failures_s, length_s).ettr for failures_s in drawn)
+    runs = zip(drawn, itertools.repeat(()) if losses_s is None else losses_s, strict=False)
+    played = (play(outlook, iteration_s, failures_s, length_s, lost) for failures_s, lost in runs)
+    return statistics.fmean(each.ettr for each in played)
 
 
-def _restorable(outlook: PolicyOutlook, done: int, step_s: float) -> int:
-    """The newest iteration to which the job can go back after so many."""
+def _merged(failures_s: Iterable[float], losses_s: Iterable[float]) -> Iterator[tuple[float, bool]]:
+    """In the order of time, each with whether it is a loss."""
+    return heapq.merge(((each, False) for each in failures_s), ((each, True) for each in losses_s))
+
+
+def _recovers_s(outlook: PolicyOutlook, *, from_storage: bool, compares: bool) -> float:
+    """From a failure until the job trains.
+
+    A snapshot that has everything is replayed to only for comparison, from an older one of the same process.
+    The first one of a process has none.
+    """
+    found = outlook.storage
+    if found is not None and from_storage:
+        return outlook.restart_s + found.load_s + found.replay_s
+    whole = outlook.choice.window == 1 and not outlook.localized
+    return outlook.restart_s + outlook.load_s + (0.0 if whole and not compares else outlook.replay_s)
+
+
+def _stored(outlook: PolicyOutlook, reached: int, step_s: float) -> int:
+    """The newest durable checkpoint after so many iterations without an interruption."""
+    found = outlook.storage
+    if found is None:
+        return 0
+    return max(0, reached - math.ceil(found.upload_s / step_s)) // found.every * found.every
+
+
+def _restorable(outlook: PolicyOutlook, done: int, worked_s: float, step_s: float) -> int:
+    """The newest iteration to which the job can go back after so many, and so many seconds more."""
     if outlook.localized:
-        return done  # what the lost stage does again is its replay
+        return done + int(worked_s / step_s)  # what the lost stage does again is its replay
     choice = outlook.choice
-    arrived = max(0, done - round(outlook.lag_s / step_s))
-    whole = {"sliding": 1, "aligned": choice.window, "dense": choice.every, "partial": choice.every}[
-        choice.policy
-    ]
+    arrived = max(0, done + math.floor((worked_s - outlook.lag_s) / step_s))
+    whole = {"sliding": 1, "aligned": choice.window}.get(choice.policy, choice.every)
     return arrived // whole * whole

@@ -185,10 +185,16 @@ class RankShape:
     Attributes:
         operators: with their bytes in its snapshots.
         compute: of each operator, the parameters that compute for a token. Only their ratio counts.
+        num_experts: of a whole layer, and ``experts_here``, how many of them the rank has; 0: not known.
+        selectable: it is certain that no other rank has one of its experts, so the policy "selected" chooses
+            among them.
     """
 
     operators: tuple[OperatorCost, ...]
     compute: tuple[float, ...]
+    num_experts: int = 0
+    experts_here: int = 0
+    selectable: bool = False
 
     @property
     def dense_bytes(self) -> int:
@@ -211,7 +217,13 @@ def rank_shape(model: ModelShape, layout: Layout, precision: Precision) -> RankS
         )
     replicas = layout.gpus // layout.stages
     found = list(_operators(model, layout, precision, replicas))
-    return RankShape(tuple(operator for operator, _ in found), tuple(compute for _, compute in found))
+    return RankShape(
+        tuple(operator for operator, _ in found),
+        tuple(compute for _, compute in found),
+        model.experts,
+        model.experts // layout.expert_ranks,
+        model.experts > 0 and layout.gpus == layout.expert_ranks,
+    )
 
 
 def measured_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankShape:
@@ -235,12 +247,15 @@ def measured_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankSh
     return RankShape((part,) * _PARTS, (1.0,) * _PARTS)
 
 
-def measured_partial_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankShape:
+def measured_partial_shape(
+    dense_bytes: int, snapshot_bytes: int, window: int, num_experts: int = 0
+) -> RankShape:
     """A rank with partial snapshots of which two sizes are known: what every snapshot has, and experts.
 
     Args:
         dense_bytes: of all its state.
         snapshot_bytes: of one snapshot, with one of ``window`` parts of the experts; ``window`` is above 1.
+        num_experts: of the largest layer; 0: not known.
     Raises:
         ValueError: a snapshot is larger than all state.
     """
@@ -249,7 +264,7 @@ def measured_partial_shape(dense_bytes: int, snapshot_bytes: int, window: int) -
     experts = min(dense_bytes, math.ceil((dense_bytes - snapshot_bytes) * window / (window - 1)))
     always = OperatorCost("always", OperatorKind.DENSE, dense_bytes - experts, 0)
     expert = OperatorCost("expert", OperatorKind.EXPERT, experts // _PARTS, 0, layer=0)
-    return RankShape((always, *(expert,) * _PARTS), (1.0,) * (1 + _PARTS))
+    return RankShape((always, *(expert,) * _PARTS), (1.0,) * (1 + _PARTS), num_experts, num_experts)
 
 
 def _operators(

@@ -20,7 +20,7 @@ What counts as a snapshot (``docs/replication.md`` section 2):
 * records of one rank and one operator table with equal (iteration, epoch, sequence, header digest) are
   copies of one snapshot, so a chain may be spread over segments and nodes;
 * of several snapshots of one iteration, the one filled last counts. If two have the same place in the
-  history, the trainer's own snapshot precedes a replica, then the one on more nodes counts.
+  history, an audited one counts, then the trainer's own before a replica, then the one on more nodes.
 """
 
 from __future__ import annotations

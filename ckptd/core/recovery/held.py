@@ -27,7 +27,9 @@ class HeldRecords:
     """The slots of one segment on one node; ``own`` is false for a replica.
 
     Operator ids have the same meaning in all segments with the same ``operators_id``. ``facts`` are those of
-    a boundary log about its rank (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    a boundary log about its rank (`ckptd.core.recovery.recovery_facts.facts_to_wire`). ``partial``: snapshots
+    of the policy ``partial``, of which there may be images of several durable checkpoints
+    (`ckptd.core.durable_experts`).
     """
 
     node: str
@@ -39,6 +41,7 @@ class HeldRecords:
     slot_bytes: int
     records: tuple[SlotRecord, ...]
     facts: bytes = b""
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,15 @@ def from_wire(payload: bytes) -> list[HeldRecords]:
 _MAX_BYTES = 1 << 30  # limit of one node's inventory
 _Count = Annotated[int, Meta(ge=0)]
 _Number = Annotated[int, Meta(ge=-1)]
+# As of a segment's descriptor: bitmaps have this width.
+_NumOperators = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 # Both sides have the same fields in the same order, except for the conversions below.
 _before_anchors = attrgetter(
     "generation", "index", "state", "iteration", "previous", "sequence", "image_len", "layout_id"
 )
-_after_anchors = attrgetter("phase", "epoch", "epoch_start", "header_digest")
+_after_anchors = attrgetter("phase", "epoch", "epoch_start", "header_digest", "audited")
 _before_records = attrgetter("node", "segment", "own", "rank", "num_operators", "operators_id", "slot_bytes")
 
 
@@ -109,6 +114,7 @@ class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid
     epoch: _Count
     epoch_start: _Number
     header_digest: bytes
+    audited: bool = False
 
     @classmethod
     def of(cls, record: SlotRecord, num_operators: int) -> _WireRecord:
@@ -134,20 +140,21 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     segment: str
     own: bool
     rank: _Count
-    num_operators: _Count
+    num_operators: _NumOperators
     operators_id: str
     slot_bytes: _Count
     records: list[_WireRecord]
     facts: bytes = b""
+    partial: bool = False
 
     @classmethod
     def of(cls, held: HeldRecords) -> _WireHeld:
         records = [_WireRecord.of(record, held.num_operators) for record in held.records]
-        return cls(*(*_before_records(held), records, held.facts))
+        return cls(*(*_before_records(held), records, held.facts, held.partial))
 
     def held(self) -> HeldRecords:
         records = tuple(record.record(self.num_operators) for record in self.records)
-        return HeldRecords(*(*_before_records(self), records, self.facts))
+        return HeldRecords(*(*_before_records(self), records, self.facts, self.partial))
 
 
 _decoder = msgspec.msgpack.Decoder(list[_WireHeld])

@@ -188,6 +188,8 @@ def _domains(
 _Count = Annotated[int, Meta(ge=0, lt=1 << 24)]
 _MAX_BYTES = 1 << 30  # limit of one node's facts
 _MAX_RANKS = 1 << 24  # as of a segment's descriptor
+# Ten bytes can stand for all ranks that there can be. This suffices for 24 lists of 43,690 ranks.
+_MAX_LISTED = 1 << 20
 
 
 class _WireFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -229,6 +231,9 @@ def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
     for payload in payloads:
         try:
             wire = unpack(_decoder, payload, max_bytes=_MAX_BYTES)
+            listed = sum(count for runs in wire.lists for _, _, count in runs)
+            if listed > _MAX_LISTED:
+                raise ValueError(f"it lists {listed} ranks, may list {_MAX_LISTED}")
             lists = [once.setdefault(ranks, ranks) for ranks in map(_ranks, wire.lists)]
             for rank, neighbours, domain, alike in wire.ranks:
                 facts[rank] = RankFacts(lists[neighbours], lists[domain], lists[alike])

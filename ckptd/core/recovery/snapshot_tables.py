@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 
+from ckptd.core.durable_experts import have_gaps
 from ckptd.core.recovery.held import STORE_NODE, HeldRecords
 from ckptd.core.slots.ring import chain_from, ways_to
 from ckptd.core.slots.slots import SlotRecord, SlotState
@@ -63,12 +64,16 @@ Known = Sequence[HeldRecords]
 
 
 class Group(NamedTuple):
-    """The snapshots of one rank with one operator table: for each iteration the one that counts."""
+    """The snapshots of one rank with one operator table: for each iteration the one that counts.
+
+    ``partial``: there may be images of several durable checkpoints.
+    """
 
     num_operators: int
     newest: dict[int, SlotRecord]
     copies: dict[int, tuple[Copy, ...]]
     conflicts: dict[int, str]  # by iteration: which snapshots claim it, and which one counts
+    partial: bool
 
 
 Tables = Mapping[int, Sequence[Group]]  # by rank; the groups in the order of operators_id
@@ -105,25 +110,28 @@ def tables_of(known: Known, limits: Mapping[int, int]) -> Tables:
 def groups_of(numbers: Iterable[int], known: Known, limits: Mapping[int, int]) -> Sequence[Group]:
     """The snapshots of one rank by operator table; tables without records are absent."""
     merged: dict[tuple[str, int, str], Copies] = {}
+    partial = set[tuple[str, int, str]]()
     for number in numbers:
         h = known[number]
         # No snapshot in memory continues such a chain, and its images have less than those in memory.
-        alone = h.segment if h.node == STORE_NODE and skips(h.records) else ""
-        copies = merged.setdefault((h.operators_id, h.num_operators, alone), {})
-        _merge(number, h.records, limits, copies)
-    return [_group(merged[key], key[1], known) for key in sorted(merged) if merged[key]]
+        alone = h.segment if h.node == STORE_NODE and h.partial and _skips(h.records) else ""
+        key = h.operators_id, h.num_operators, alone
+        if h.partial:
+            partial.add(key)
+        _merge(number, h.records, limits, merged.setdefault(key, {}))
+    return [
+        _group(merged[key], key[1], known, partial=key in partial) for key in sorted(merged) if merged[key]
+    ]
 
 
-def skips(chain: Sequence[SlotRecord]) -> bool:
-    """Whether snapshots were taken between those of a chain: images of several durable checkpoints.
-
-    Each image has then some experts only, and the ranks must take the same ones
-    (`ckptd.core.durable_experts`).
+def _skips(chain: Sequence[SlotRecord]) -> bool:
+    """Whether a chain of partial snapshots is of several durable checkpoints: each image has some experts
+    only, and all ranks must take the same images.
 
     Args:
         chain: in the order of iterations.
     """
-    return any(after.sequence != before.sequence + 1 for before, after in pairwise(chain))
+    return have_gaps([(record.iteration, record.sequence) for record in chain])
 
 
 def whole_images(
@@ -133,7 +141,7 @@ def whole_images(
     copies: Copies = {}
     for number in numbers:
         _merge(number, known[number].records, limits, copies)
-    return _group(copies, 0, known).copies
+    return _group(copies, 0, known, partial=False).copies
 
 
 def _merge(number: int, records: Sequence[SlotRecord], limits: Mapping[int, int], copies: Copies) -> None:
@@ -148,7 +156,7 @@ def _merge(number: int, records: Sequence[SlotRecord], limits: Mapping[int, int]
         copies[identity] = (*copies.get(identity, ()), (number, at))
 
 
-def _group(copies: Copies, num_operators: int, known: Known) -> Group:
+def _group(copies: Copies, num_operators: int, known: Known, *, partial: bool) -> Group:
     """Choose the snapshot of each iteration that counts."""
     claims: dict[int, list[Identity]] = {}
     for identity in copies:
@@ -166,7 +174,7 @@ def _group(copies: Copies, num_operators: int, known: Known) -> Group:
             conflicts[iteration] = _conflict(winner, copies, known)
     chosen = {iteration: copies[identity] for iteration, identity in best.items()}
     newest = {iteration: record_of(found[0], known) for iteration, found in chosen.items()}
-    return Group(num_operators, newest, chosen, conflicts)
+    return Group(num_operators, newest, chosen, conflicts, partial)
 
 
 def record_of(copy: Copy, known: Known) -> SlotRecord:
@@ -186,11 +194,12 @@ def _is_reduced(one: Identity, whole: Identity, copies: Copies, known: Known) ->
     return fewer != more and not fewer & ~more
 
 
-def _weight(identity: Identity, copies: Sequence[Copy], known: Known) -> tuple[int, bool, int, bytes]:
+def _weight(identity: Identity, copies: Sequence[Copy], known: Known) -> tuple[int, bool, bool, int, bytes]:
     """Of two snapshots with the same place in the history, the one with the larger weight counts."""
     own = any(known[number].own for number, _ in copies)
     return (
         record_of(copies[0], known).anchors.bit_count(),
+        any(record_of(copy, known).audited for copy in copies),
         own,
         len(nodes_of(copies, known)),
         identity[3],
@@ -240,16 +249,17 @@ def all_spans(tables: Tables) -> Iterator[tuple[int, int]]:
 
 def _in_phase(tables: Tables, start: int, end: int) -> bool:
     """Whether every rank recorded the same phases of the schedule from ``start`` to ``end``, and, where
-    snapshots of a chain are missing, all ranks lack the same ones.
+    partial snapshots of a chain are missing, all ranks lack the same ones.
     """
     phases: dict[int, int] = {}
     listed: set[tuple[int, ...]] = set()
     any_skips = False
     for groups in tables.values():
-        chain = between(best_group(groups, start, end), start, end)
+        group = best_group(groups, start, end)
+        chain = between(group, start, end)
         if any(phases.setdefault(record.iteration, record.phase) != record.phase for record in chain):
             return False
-        any_skips = any_skips or skips(chain[::-1])
+        any_skips = any_skips or (group.partial and _skips(chain[::-1]))
         listed.add(tuple([record.iteration for record in chain]))
     return len(listed) == 1 or not any_skips
 

@@ -76,6 +76,8 @@ class Copies:
         self._epochs: dict[int, int] = {}
         self._joined: dict[int, int] = {}
         self._own_ends: list[int] | None = None  # None: not computed yet
+        self._table: tuple[SlotRecord, ...] = ()  # as it was told last
+        self._whole: dict[int, bool] = {}  # by end: what `holds` found in this table
 
     # -- the local ring ------------------------------------------------------------------------------
 
@@ -89,6 +91,11 @@ class Copies:
 
     def take_table(self, records: Iterable[SlotRecord], num_operators: int, ring_slots: int) -> None:
         """Replace the local table; ``ring_slots`` is the number of slots in the current generation."""
+        table = tuple(records)
+        if (table, num_operators, ring_slots) == (self._table, self._num_operators, self._ring_slots):
+            for target in self.targets:
+                target.replan()  # what it needs follows from the floor, too
+            return
         if num_operators != self._num_operators:  # what targets hold is of other operators
             self._num_operators = num_operators
             self.known.clear()
@@ -96,7 +103,7 @@ class Copies:
                 target.held.clear()
                 target.opened.clear()
         self._ring_slots = ring_slots
-        self._set_local(records)
+        self._set_local(table)
 
     def lose(self, key: SnapshotKey) -> None:
         """Remove a snapshot whose slot was reused since the table was read."""
@@ -121,11 +128,12 @@ class Copies:
         return newest_by_iteration((self.known[key] for key in held if key in self.known), self._epochs)
 
     def _set_local(self, records: Iterable[SlotRecord]) -> None:
-        table = list(records)
+        self._table = table = tuple(records)
         self.num_slots = max(self.num_slots, len(table))
         self._epochs = epoch_table(table, self._joined)
         self.local = newest_by_iteration(table, self._epochs)
         self._own_ends = None
+        self._whole.clear()
         local = {key_of(record): record for record in self.local.values()}
         self.known.update(local)
         for target in self.targets:
@@ -204,8 +212,7 @@ class Copies:
             return Interval(self.aim.first, -1)
         if target is None:
             return Interval(ours[-1], ours[0])
-        table = target.table()
-        theirs = [self.suffix(table, end) is not None for end in ours]
+        theirs = [target.holds(end) for end in ours]
         if not any(theirs):
             return Interval(ours[-1], -1)
         newest = theirs.index(True)
@@ -214,7 +221,9 @@ class Copies:
 
     def holds(self, end: int) -> bool:
         """Whether the ring holds the suffix that ends there."""
-        return self.suffix(self.local, end) is not None
+        if end not in self._whole:
+            self._whole[end] = self.suffix(self.local, end) is not None
+        return self._whole[end]
 
     @property
     def reach(self) -> int:
@@ -257,6 +266,8 @@ class TargetCopies:
         self.run = NO_INTERVAL
         self._planned = False  # `_next` is up to date
         self._next: SlotRecord | None = None
+        self._table: Table | None = None  # None: not computed yet
+        self._whole: dict[int, bool] = {}  # by end: what `holds` found in this table
         copies.targets.append(self)
 
     def believe(self, generation: int, held: Iterable[SlotRecord]) -> None:
@@ -284,6 +295,7 @@ class TargetCopies:
         self.skipped.clear()
         self.opened.clear()
         self.run = NO_INTERVAL
+        self._table = None
         self.replan()
 
     def here(self, record: SlotRecord) -> SlotRecord | None:
@@ -306,6 +318,7 @@ class TargetCopies:
         found = self._copies.suffix(table)
         kept = set() if found is None else set(map(key_of, found.records))
         self.held = {k for k in self.held if k.iteration <= record.iteration or k in kept}
+        self._table = None
         self.replan()
 
     def doubt_all(self) -> None:
@@ -320,6 +333,7 @@ class TargetCopies:
 
     def recount(self) -> None:
         """Compute `run` anew, and forget what no promise needs."""
+        self._table = None
         self.replan()
         copies, table = self._copies, self.table()
         found = copies.suffix(table)
@@ -335,6 +349,7 @@ class TargetCopies:
             self.run = self._run_up_to(found.end, table)
         local = set(map(key_of, copies.local.values()))
         self.held = {key for key in self.held if key in local or key in keep}
+        self._table = None
 
     def replan(self) -> None:
         """What follows next may have changed."""
@@ -342,7 +357,9 @@ class TargetCopies:
 
     def table(self) -> Table:
         """The snapshots that it holds, by iteration."""
-        return self._copies.table_of(self.held)
+        if self._table is None:
+            self._table, self._whole = self._copies.table_of(self.held), {}
+        return self._table
 
     def usable(self) -> Table:
         """The local snapshots without those that it does not take."""
@@ -351,7 +368,10 @@ class TargetCopies:
 
     def holds(self, end: int) -> bool:
         """Whether it holds the suffix that ends there."""
-        return self._copies.suffix(self.table(), end) is not None
+        table = self.table()
+        if end not in self._whole:
+            self._whole[end] = self._copies.suffix(table, end) is not None
+        return self._whole[end]
 
     def next_to_send(self) -> SlotRecord | None:
         """The snapshot to send next; None if the target has everything."""

@@ -65,6 +65,7 @@ class Replicator:
         self._turn = Turn()
         self._agreed: Agreed | None = None
         self._missing = False
+        self._word: Interval | None = None  # None: not computed since the last event
 
     @validated
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
@@ -92,6 +93,7 @@ class Replicator:
         self._take_aim()
         for target in self._targets.values():
             target.advance()
+        self._word = None
         return self._turn.effects
 
     @property
@@ -152,6 +154,11 @@ class Replicator:
         memory). But nothing while a target is away or stalled, because the floor would move from what that
         target may hold to what is nowhere else.
         """
+        if self._word is None:
+            self._word = self._promisable()
+        return self._word
+
+    def _promisable(self) -> Interval:
         counted = self._counted()
         if self._agreed is None or len(counted) > 1:
             return self.replicated
@@ -238,7 +245,7 @@ class Replicator:
         if copies.keeps_aim != kept or (kept and copies.aim != before):
             for target in copies.targets:
                 target.replan()
-        copies.vouched = max(copies.vouched, self.word.last)
+        copies.vouched = max(copies.vouched, self._promisable().last)
 
     def _counted(self) -> list[ReplicationTarget]:
         return [target for target in self._targets.values() if target.counted]

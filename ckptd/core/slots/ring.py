@@ -157,11 +157,15 @@ def complete_chain(
     """The shortest chain back from ``end``, newest first, with all anchors and ``span`` records or more."""
     everything = _all_operators(num_operators)
     covered = 0
-    chain = chain_from(end, newest)
-    for length, record in enumerate(chain, start=1):
+    chain: list[SlotRecord] = []
+    record: SlotRecord | None = end
+    while record is not None:
+        chain.append(record)
         covered |= record.anchors
-        if length >= span and covered & everything == everything:
-            return chain[:length]
+        if len(chain) >= span and covered & everything == everything:
+            return chain
+        previous = record.previous
+        record = newest.get(previous) if 0 <= previous < record.iteration else None
     return None
 
 
@@ -317,9 +321,9 @@ def _newest(table: Iterable[SlotRecord]) -> dict[int, SlotRecord]:
     """As `newest_by_iteration`, without another search for stale records: it runs in the training thread."""
     newest: dict[int, SlotRecord] = {}
     for record in table:
-        if record.sealed:
-            known = newest.get(record.iteration)
-            if known is None or _order(record) > _order(known):
+        if record.state is SlotState.SEALED:
+            known = newest.setdefault(record.iteration, record)
+            if known is not record and _order(record) > _order(known):
                 newest[record.iteration] = record
     return newest
 

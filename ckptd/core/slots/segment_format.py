@@ -43,17 +43,23 @@ __all__ = [
     "FILE_ENDS",
     "HINT_APART",
     "HINT_APART_AGAIN",
+    "HINT_COPIES_BESIDE",
+    "HINT_COPIES_INLINE",
     "HINT_DROP_GRADIENTS",
     "HINT_OFFSET",
+    "MAX_GROUP_RANKS",
+    "MAX_REPLICA_GROUPS",
     "OWNER_LOCK_BYTE",
     "PAGE_BYTES",
     "PROLOGUE_BYTES",
     "QUIET_OFFSET",
+    "RECORD_ENDS",
     "REPLICA_ENDS",
     "SLOT_HEADER_BYTES",
     "SLOT_HEADER_LEN",
     "WORLD_TOPOLOGY",
     "Kind",
+    "ReplicaGroup",
     "ReplicaName",
     "RingHint",
     "SegmentDescriptor",
@@ -87,6 +93,7 @@ __all__ = [
 
 Kind = Literal["snapshots", "log", "parked"]
 FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked"}
+RECORD_ENDS = ".run"  # of the file beside them that says who takes part in a run
 REPLICA_ENDS: Mapping[Kind, str] = {"snapshots": ".rep", "log": ".logrep"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(
@@ -199,6 +206,8 @@ HINT_DROP_GRADIENTS = 1
 # A localized recovery has begun and not ended: once, or more than once in a row.
 HINT_APART = 2
 HINT_APART_AGAIN = 4
+# How copies of host tensors run: what a trainer has measured to be faster.
+HINT_COPIES_BESIDE, HINT_COPIES_INLINE = 8, 16
 # Before it the daemon's `RingHint`: i64, u32, i64, i64, u16, u8, and u16 after the trainer's wish for quiet.
 _AIM_AT = slice(PROLOGUE_BYTES - 40, PROLOGUE_BYTES - 32)
 _EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
@@ -246,7 +255,8 @@ def read_ring_hint(buf: memoryview) -> RingHint:
 
 def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
     """Store the daemon's hint. Each part is one store, in the order in which a mixture of two hints
-    keeps more, not less.
+    keeps more, not less. A mixture of two epochs has no floor of the older one that the newer one does not
+    have, and no horizon of it: what a recovery left behind would count as agreed on in its history.
 
     Raises:
         ValueError: a number is out of range.
@@ -255,6 +265,11 @@ def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
     numbers_fit = numbers_fit and 0 <= hint.epoch < 1 << 32
     if min(hint.floor, hint.horizon, hint.aim) < -1 or not numbers_fit:
         raise ValueError(f"{hint} cannot be")
+    before = read_ring_hint(buf)
+    if hint.epoch != before.epoch:
+        buf[_HORIZON_AT].cast("q")[0] = -1
+        if before.floor > hint.floor:
+            buf[_FLOOR_AT].cast("q")[0] = -1
     buf[_AIM_AT].cast("q")[0] = hint.aim
     buf[_SPAN_AT].cast("H")[0] = hint.span
     buf[_SOLE_AT] = hint.sole
@@ -273,6 +288,7 @@ SLOT_MAGIC = 0x544F4C53
 SLOT_HEADER_BYTES = PAGE_BYTES
 SLOT_HEADER_LEN = 112  # what of that page is used
 OWNER_LOCK_BYTE = 0
+MAX_GROUP_RANKS, MAX_REPLICA_GROUPS = 1 << 16, 1 << 12  # of a descriptor
 WORLD_TOPOLOGY = "ckptd.core.elastic-world"
 """The topology of ranks whose run is a world of an elastic job."""
 
@@ -304,10 +320,19 @@ _Window = Annotated[int, Meta(ge=1, le=1 << 15)]  # two of them fit into the mos
 _NumOperators = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
+class ReplicaGroup(msgspec.Struct, frozen=True):
+    """Parameters that these ranks hold with the same bits, with their optimizer state, and capture each."""
+
+    ranks: Annotated[tuple[_Rank, ...], Meta(min_length=2, max_length=MAX_GROUP_RANKS)]
+    params: tuple[str, ...]
+
+
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """The owner and the purpose of a segment; ``client`` belongs to the trainer and is opaque to the daemon.
 
     ``replicated``: a boundary log has replicas on other nodes. Snapshots have them wherever there are peers.
+
+    ``replica_groups``: what its snapshots share with those of other ranks; each parameter once.
 
     The bounds are checked on decoding, because peers send descriptors and slot tables are as wide as they
     say.
@@ -327,6 +352,7 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     client: bytes = b""
     kind: Kind = "snapshots"
     replicated: bool = False
+    replica_groups: Annotated[tuple[ReplicaGroup, ...], Meta(max_length=MAX_REPLICA_GROUPS)] = ()
 
     @property
     def is_log(self) -> bool:

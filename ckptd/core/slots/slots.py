@@ -19,7 +19,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, Self
@@ -131,7 +131,8 @@ _MOST_UNKNOWN = 3 << 30  # for a node that knows nothing of a run: a quarter of 
 class SlotRecord:
     """The header of one slot; ``anchors`` is a bitmask over operator ids.
 
-    ``header_digest`` is that of the image: 16 bytes, or empty where it was not read.
+    ``header_digest`` is that of the image: 16 bytes, or empty where it was not read. ``audited``: the step
+    that leads to it was computed again, with the same bits.
     """
 
     generation: int
@@ -147,6 +148,7 @@ class SlotRecord:
     epoch: int = 0
     epoch_start: int = -1
     header_digest: bytes = b""
+    audited: bool = field(default=False, compare=False)  # no part of the header
 
     @property
     def sealed(self) -> bool:

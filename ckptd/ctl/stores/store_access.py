@@ -89,12 +89,15 @@ class OpenedStore:
     map: MapFunction
 
 
-def configured_place(args: argparse.Namespace) -> tuple[StorePlace, DaemonConfig]:
+def configured_place(args: argparse.Namespace, *, changes: bool) -> tuple[StorePlace, DaemonConfig]:
     """The configured store; `--store`, `--store-options` and `--store-backend` take precedence, each
-    over its setting. If there is none: that of the running daemon.
+    over its setting. If there is none: that of the running daemon, but only to read.
 
+    Args:
+        changes: the command changes the store. What it may delete depends on settings that a daemon's
+            answer does not contain, such as the retention.
     Raises:
-        CommandError: there is none either.
+        CommandError: there is none.
         ConfigError: a setting cannot be used.
     """
     given = {
@@ -107,6 +110,11 @@ def configured_place(args: argparse.Namespace) -> tuple[StorePlace, DaemonConfig
     except ConfigError as error:
         raise ConfigError(_without_value(str(error))) from error
     if not config.store:
+        if changes:
+            raise CommandError(
+                "no store is configured here, and this command changes a store: pass --store URL, or set "
+                "CKPTD_STORE, besides the daemon's other settings (its CKPTD_CONFIG or CKPTD_PERSIST_KEEP_…)"
+            )
         config = replace(config, store=_store_of_daemon(args))
     options = json.loads(config.store_options or "{}")
     place = StorePlace(config.store, options, config.store_backend, config.keys_dir, config.store_signed_only)

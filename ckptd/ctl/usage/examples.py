@@ -58,6 +58,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "ckptctl whatif --job moe --lose rack=A,rack=B",
     ),
     "ckptctl drill": ("ckptctl drill --job moe --rank 3",),
+    "ckptctl audit": (
+        "ckptctl audit -- python train.py",
+        "ckptctl audit --every 10m --job moe -- torchrun --nproc-per-node 2 train.py",
+    ),
     "ckptctl elastic plan": (
         "ckptctl elastic plan",
         "ckptctl elastic plan situation.json --layer 0 --layer 1",
@@ -75,7 +79,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "ckptctl keys trust-signer": (f"ckptctl keys trust-signer node-b {'5f' * 32}",),
     "ckptctl keys list": ("ckptctl keys list",),
     "ckptctl advise": (
-        "ckptctl advise --model deepseek-moe-16b --gpus 64 --iteration 2.5s --mtbf 6h",
+        "ckptctl advise --model llama3-8b --gpus 128 --mtbf 6h --storage 1GB --lost-nodes 2:7d",
         "ckptctl advise moe run-1 --mtbf 6h --watch 30s",
     ),
     "ckptctl checkpoints list": (

@@ -195,13 +195,12 @@ def test_what_does_not_fit_into_bubbles_is_the_rest() -> None:
     assert split_bytes(100, [], 80.0) == split_bytes(100, [1.0], 0.0) == (0, 100)
 
 
-def test_gaps_are_predicted_until_some_iterations_were_measured() -> None:
-    meter = GapMeter(2, needed=2, kept=3)
-    assert (meter.gaps_s, meter.measured_s) == ((0.0, 0.0), ())
-    meter.predicted_s = (1.0, 2.0)
+def test_gaps_are_medians_of_the_newest_iterations() -> None:
+    meter = GapMeter(2, kept=3)
+    assert list(meter.gaps_s) == []
     assert meter.note([3.0, 0.0])
     assert not meter.note([3.0])
-    assert (meter.gaps_s, meter.measured_s) == ((1.0, 2.0), (3.0, 0.0))
+    assert meter.gaps_s == (3.0, 0.0)
     for gaps in ([3.0, 1.0], [9.0, 0.5], [4.0, 0.75]):
         assert meter.note(gaps)
     assert meter.gaps_s == (4.0, 0.75)  # the first has gone

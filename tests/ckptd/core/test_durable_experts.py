@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.durable_experts import DurableChoice, DurableTurns, Listed, choose_durable, turns_of
+from ckptd.core.durable_experts import (
+    DurableChoice,
+    DurableTurns,
+    Listed,
+    choose_durable,
+    have_gaps,
+    turns_of,
+)
 
 ONE = DurableTurns(1, 4, None)
 
@@ -42,6 +49,23 @@ def test_the_newest_snapshot_is_stored_with_its_experts_if_their_turn_comes_with
     last = [Listed(8, 1), Listed(13, 2), Listed(18, 3), Listed(23, 0)]
     found = choose_durable(last, window_to(25), 4, ONE)
     assert found == DurableChoice(kept=(8, 18, 23), stored=(22, 25), bare=True)
+
+
+@pytest.mark.parametrize(
+    ("images", "gaps"),
+    [
+        ([], False),
+        ([(4, 4), (5, 5), (6, 6)], False),
+        ([(4, 4), (5, 5), (9, 9)], True),
+        ([(2, 1), (4, 2), (6, 3)], False),  # an interval of 2
+        ([(2, 1), (6, 3)], True),
+        ([(4, 4), (5, 5), (6, 8)], False),  # a recovery went back from iteration 7 to 5
+    ],
+)
+def test_images_of_several_checkpoints_are_told_from_what_an_interval_or_a_recovery_leaves_out(
+    images: list[tuple[int, int]], gaps: bool
+) -> None:
+    assert have_gaps(images) == gaps
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ what they captured for this one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -111,6 +113,10 @@ def test_partial_snapshots_are_called_so() -> None:
     facts = SnapshotFacts(rows={"w": 6, "v": 0}, aligned=False, partial=True)
     with pytest.raises(ExportError, match=r"does not contain v: a partial snapshot has the weights of all"):
         plan_export(image("w"), facts)
+    with pytest.raises(ExportError, match=r"gap or overlap at row 2: a partial snapshot has the weights of"):
+        plan_export(image("w[0:2]", "w[4:6]", "v"), facts)
+    with pytest.raises(ExportError, match=r"of an older partial snapshot storage has only .* iteration 40$"):
+        plan_export(image("w"), replace(facts, newest=40))
     assert facts_of(msgspec.msgpack.encode({"policy": "partial"}), rank=0).partial
 
 
@@ -123,6 +129,13 @@ def test_only_aligned_windows_are_called_so() -> None:
             assert ("aligned window" in str(caught.value)) == aligned
     assert not facts_of(msgspec.msgpack.encode({"policy": "sliding"}), rank=0).aligned
     assert facts_of(msgspec.msgpack.encode({"policy": "aligned"}), rank=0).aligned
+
+
+@pytest.mark.parametrize("members", [[["w", 0]], [7], [[[], 0, 4]], [["w", 0, "4"]]])
+def test_malformed_operators_are_refused(members: object) -> None:
+    for more in ({}, {"owners": [1]}):
+        with pytest.raises(ExportError, match="malformed operators"):
+            facts_of(msgspec.msgpack.encode({"operators": [["o", members]], **more}), rank=0)
 
 
 def test_state_that_lacks_rows_is_refused() -> None:

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from ckptd.core.partial_experts import (
     LayerTokens,
     experts_of_layers,
+    iterations_at_risk,
     plan_partial,
+    popularity,
     proportion_lost,
+    rooms,
     rotation,
     select_by_risk,
     window_for,
@@ -62,6 +65,21 @@ class TestTurns:
                     busy[rank, phase] += 1
                     of_layer[expert[0], phase] += 1
         assert {*of_layer.values()} == {selected}
+        each = [busy[rank, phase] for rank in range(ranks) for phase in range(window)]
+        assert max(each) - min(each) <= 1, each
+
+    @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 36))
+    def test_snapshots_and_ranks_differ_by_one_expert_at_most(
+        self, ranks: int, local: int, layers: int, window: int
+    ) -> None:
+        """Also where the window does not divide the experts: the longer turns of layers do not meet."""
+        total = ranks * local
+        window = min(window, total)
+        busy = Counter[tuple[int, int]]()
+        for rank in range(ranks):
+            mine = model(layers, local)
+            phases = rotation(mine, window, first=rank * local, num_experts=total)
+            busy.update((rank, p) for e, p in zip(mine, phases, strict=True) if e is not None)
         each = [busy[rank, phase] for rank in range(ranks) for phase in range(window)]
         assert max(each) - min(each) <= 1, each
 
@@ -225,6 +243,43 @@ class TestSelection:
                 tokens[i], last[i] = 0.0, n
             assert all(n - each < 2 * window for each in last)
 
+    @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.sets(st.integers(0, 30)))
+    def test_further_experts_fill_the_room_that_turns_leave(
+        self, layers: int, experts: int, window: int, fixed: set[int]
+    ) -> None:
+        """Against all choices of experts with which no snapshot is larger than the largest one of the turns."""
+        window = min(window, experts)
+        turns: list[list[int]] = [[] for _ in range(window)]
+        for i, phase in enumerate(
+            rotation([(f"{n}", e) for n in range(layers) for e in range(experts)], window)
+        ):
+            turns[phase].append(i)
+        selectable = set(range(layers * experts)) - fixed
+        largest = max(map(len, turns))
+        for turn, room in zip(turns, rooms(turns, selectable), strict=True):
+            others = len(set(turn) - selectable)
+            fitting = [n for n in range(len(selectable) + largest + 1) if others + n <= largest]
+            assert room == max(fitting)
+            assert room >= len(set(turn) & selectable)
+
+    def test_filled_room_leaves_less_at_risk(self) -> None:
+        """Turns of 3, 3 and 2 of eight experts with even tokens; a snapshot has room for three."""
+
+        def lost(capacities: list[int]) -> int:
+            last, found = [-3, -3, -3, -2, -2, -2, -1, -1], 0
+            for n in range(48):
+                ages = [n - each for each in last]
+                for i in select_by_risk([float(age) for age in ages], ages, capacities, 6):
+                    last[i] = n
+                capacities = capacities[1:] + capacities[:1]
+                found += sum(n - each for each in last)
+            return found
+
+        turns = [[0, 1, 2], [3, 4, 5], [6, 7]]
+        filled = rooms(turns, range(8))
+        assert filled == [3, 3, 3]
+        assert lost(filled) == pytest.approx(7 / 8 * lost([3, 3, 2]), rel=0.02)
+
     def test_with_even_tokens_experts_take_turns(self) -> None:
         """So nothing is lost by selecting where there is nothing to gain."""
         assert select_by_risk([40.0, 30.0, 20.0, 10.0], [4, 3, 2, 1], [1], 8) == [0]
@@ -235,3 +290,42 @@ class TestSelection:
         tokens, ages = [float(31 * i % 97) for i in range(61 * 256)], [1 + i % 32 for i in range(61 * 256)]
         assert len(select_by_risk(tokens[:256], ages[:256], [8], 64)) == 8
         assert len(select_by_risk(tokens, ages, [61 * 8], 64)) == 61 * 8
+
+
+class TestTokensAtRisk:
+    @pytest.mark.parametrize("experts", [2, 8, 64])
+    @pytest.mark.parametrize("skew", [0.0, 0.05, 0.5, 0.95])
+    def test_shares_have_the_skew_that_is_asked_for(self, experts: int, skew: float) -> None:
+        """The normalized Herfindahl-Hirschman index of MoEvement's appendix D."""
+        shares = popularity(experts, skew)
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares == sorted(shares, reverse=True)
+        found = (sum(share**2 for share in shares) - 1 / experts) / (1 - 1 / experts)
+        assert found == pytest.approx(skew, abs=1e-6)
+
+    @pytest.mark.parametrize(("experts", "window"), [(8, 4), (16, 4), (16, 8)])
+    @pytest.mark.parametrize("skew", [0.0, 0.05, 0.3])
+    def test_they_are_those_of_tokens_that_are_drawn(self, experts: int, window: int, skew: float) -> None:
+        """Tokens drawn by their popularity, the experts in several orders; a failure may come any time."""
+        rng = random.Random(experts + window)
+        phases = rotation([("layer", i) for i in range(experts)], window)
+        turns = Counter(phases)
+        length, drawn, orders = 12 * window, 1000, 6
+        lost = 0
+        for _ in range(orders):
+            shares = popularity(experts, skew)
+            rng.shuffle(shares)
+            tokens, last = [0] * experts, [phase - window for phase in phases]
+            for n in range(length):
+                for i in rng.choices(range(experts), shares, k=drawn):
+                    tokens[i] += 1
+                rooms = [turns[(n + ahead) % window] for ahead in range(window)]
+                for i in select_by_risk(tokens, [n - each for each in last], rooms, 2 * window):
+                    tokens[i], last[i] = 0, n
+                lost += sum(tokens)
+        expected = iterations_at_risk(experts, skew, window)
+        assert lost / drawn / length / orders == pytest.approx(expected, rel=0.15)
+        assert expected <= (window - 1) / 2
+
+    def test_without_a_window_nothing_is_at_risk(self) -> None:
+        assert iterations_at_risk(8, 0.5, 1) == 0.0

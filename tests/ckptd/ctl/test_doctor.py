@@ -13,7 +13,9 @@ import pytest
 from ckptd.config.daemon_config import load_config
 from ckptd.ctl import doctor
 from ckptd.ctl.doctor import Grade
+from ckptd.transport.messages import GetStatus, Status
 from ckptd.transport.tcp import sealing
+from ckptd.units import format_bytes
 from tests.ckptd.running import running_daemon, small_tmpfs
 from tests.users import DAEMON, GROUP, STRANGER, TRAINER, needs_users, spawn_as
 
@@ -23,6 +25,10 @@ def test_a_daemon_that_answers_is_well_and_the_report_is_complete() -> None:
         done = daemon.ctl("doctor", "--json")
         findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
         text = daemon.ctl("doctor").stdout
+        with daemon.client() as client:
+            status = client.ask(GetStatus(), Status)
+    its_own = f"of {format_bytes(status.quota_bytes)} in {status.segment_dir}"
+    assert its_own in findings["daemon"]["detail"], "the quota that it runs with, not this command's"
     assert findings["daemon"]["grade"] == "OK"
     assert set(findings) == {
         "daemon",

@@ -88,7 +88,7 @@ def test_out_of_a_store_by_its_url_or_as_configured(
     capsys.readouterr()
     assert main(["export", "--durable", "--iteration", "9", *which]) == 4
     assert "committed checkpoints: 4" in json.loads(capsys.readouterr().out)["error"]
-    assert main(["export", "--durable", "--to", str(tmp_path / "n")]) == 4
+    assert main(["export", "--durable", "--to", str(tmp_path / "n")]) == 2
     assert "pass --job and --run" in capsys.readouterr().err
 
 
@@ -124,8 +124,12 @@ def test_a_bar_is_for_terminals_and_not_with_json(
     ("flags", "status", "reason"),
     [
         (["--config", "c"], 4, "--config needs --format hf"),
+        (["--older-experts"], 4, "--older-experts is for partial snapshots, and this one is not"),
+        (["--older-experts", "--format", "dcp"], 4, "--older-experts needs --format safetensors or hf"),
         (["--format", "hf", "--config", "/nowhere"], 4, "cannot read /nowhere"),
         (["--iteration", "7"], 4, "no sealed snapshot of iteration 7"),
+        (["--job", "jobs"], 4, "no segment in memory is of this job, run and rank; there are: job/run"),
+        (["--store", "/nowhere", "--job", "j"], 2, "pass --job and --run"),
         (
             ["--store", "/nowhere", "--job", "j", "--run", "r"],
             2,
@@ -229,7 +233,7 @@ def test_an_import_needs_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(command) == 4
     assert "name the JOB and the RUN" in capsys.readouterr().err
     assert main([*command, "job", "run"]) == 2
-    assert "no store is configured here, and no daemon with a store answers" in capsys.readouterr().err
+    assert "no store is configured here, and this command changes a store" in capsys.readouterr().err
     assert main([*command, "--to", str(tmp_path / "set")]) == 0
     assert (
         f"1 tensors, 48 B: Checkpointer(…, recovery=RecoveryOptions(start_from='{tmp_path}/set'))"

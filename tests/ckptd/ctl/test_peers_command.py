@@ -136,6 +136,8 @@ def test_several_runs_must_be_told_apart(net: Net) -> None:
     [
         ("snapshots", "--job", "jobs"),
         ("iterations", "--job", "jobs"),
+        ("iterations", "--job", "jobs", "--run", "run"),
+        ("admit", "jobs", "run", "n2"),
         ("whatif", "--job", "jobs", "--lose", "node=n1"),
         ("park", "jobs"),
         ("forget", "jobs", "run", "--yes"),

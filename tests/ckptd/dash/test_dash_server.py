@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,11 +23,12 @@ from ckptd.dash.dash_server import DashServer
 from ckptd.dash.dash_view import DashView, view_of
 from ckptd.dash.http_server import Page
 from ckptd.transport import messages as m
+from tests.browser import open_page, why_no_browser
 from tests.ckptd.dash.fabricated import answers, everything
 from tests.ckptd.running import ROOT, DaemonProcess, attach, busy_daemon, eventually
 
 TOKEN = "a-token-of-tests-4711"
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+needs_browser = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "it is there")
 
 
 @pytest.fixture(scope="module")
@@ -217,34 +217,23 @@ def test_wrong_arguments_are_refused(busy: DaemonProcess, tmp_path: Path) -> Non
 # -- a browser ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: the page is not opened in a browser")
-    return found
-
-
-def browse(browser: str, url: str, folder: Path, *options: str) -> str:
+def browse(url: str, folder: Path, *options: str) -> str:
     """The document after some seconds of the page's own time; fails if a script or the policy complained."""
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
-    watched = ["--enable-logging=stderr", "--virtual-time-budget=5000", "--window-size=1280,1600"]
-    done = subprocess.run(
-        [*command, *watched, *options, url], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = open_page(url, folder, "--enable-logging=stderr", *options)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not console, console
     return done.stdout
 
 
 @pytest.mark.slow
+@needs_browser
 @pytest.mark.parametrize("world_size", [1, 16_384])
-def test_a_browser_shows_everything(browser: str, tmp_path: Path, world_size: int) -> None:
+def test_a_browser_shows_everything(tmp_path: Path, world_size: int) -> None:
     with DashServer("127.0.0.1", 0) as server:
         server.publish(view_of(everything(world_size)))
-        document = browse(browser, server.url, tmp_path, "--dump-dom")
+        document = browse(server.url, tmp_path, "--dump-dom")
         picture = tmp_path / "page.png"
-        browse(browser, server.url, tmp_path, f"--screenshot={picture}")
+        browse(server.url, tmp_path, f"--screenshot={picture}")
     text = re.sub(r"<script.*?</script>|<[^>]+>", "", document, flags=re.DOTALL)
     assert f"{world_size:,} of {world_size:,} ranks known here" in text
     for shown in (
@@ -262,7 +251,8 @@ def test_a_browser_shows_everything(browser: str, tmp_path: Path, world_size: in
 
 
 @pytest.mark.slow
-def test_the_page_updates_by_itself_and_says_when_it_cannot(browser: str, tmp_path: Path) -> None:
+@needs_browser
+def test_the_page_updates_by_itself_and_says_when_it_cannot(tmp_path: Path) -> None:
     asked = list[int]()
 
     class Changing(DashServer):
@@ -274,17 +264,18 @@ def test_the_page_updates_by_itself_and_says_when_it_cannot(browser: str, tmp_pa
 
     with Changing("127.0.0.1", 0, TOKEN) as server:
         server.publish(view_of(answers()))
-        document = browse(browser, server.url, tmp_path, "--dump-dom")
+        document = browse(server.url, tmp_path, "--dump-dom")
     assert len(asked) > 3
     assert "The daemon does not answer; this is of " in document
     assert "no answer to GetStatus" in document
 
 
 @pytest.mark.slow
-def test_names_of_jobs_are_no_markup(browser: str, tmp_path: Path) -> None:
+@needs_browser
+def test_names_of_jobs_are_no_markup(tmp_path: Path) -> None:
     event = m.EventInfo(1, 1, "info", "<b>", "<img src=x onerror=alert(1)>", "moe", "run-1", 0)
     with DashServer("127.0.0.1", 0) as server:
         server.publish(view_of(replace(answers(), events=(event,))))
-        document = browse(browser, server.url, tmp_path, "--dump-dom")
+        document = browse(server.url, tmp_path, "--dump-dom")
     assert "&lt;img src=x onerror=alert(1)&gt;" in document
     assert "<img" not in document

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gzip
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from email.message import Message
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPResponse
+from operator import contains
 
 import pytest
 
@@ -129,3 +134,45 @@ def test_connections_that_are_open_at_the_end_are_no_errors(caplog: pytest.LogCa
         eventually(lambda: server.open == 1, "the connection")
         server.close()
     assert not caplog.records
+
+
+def test_what_makes_a_page_for_a_closed_connection_ends(caplog: pytest.LogCaptureFixture) -> None:
+    making: list[int] = []
+    ended: list[int] = []
+
+    async def waits() -> Page:
+        making.append(len(making))
+        try:
+            return await asyncio.Future()
+        finally:
+            ended.append(len(ended))
+
+    listener = listener_at("127.0.0.1:0")
+    server = HttpServer("test", [Site(listener, {"/": waits, "/short": short})], connections=3)
+    host, _, port = shown_address(listener).rpartition(":")
+    with ExitStack() as stack:
+        for number in range(8):
+            client = stack.enter_context(socket.create_connection((host, int(port)), 20))
+            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            eventually(partial(contains, making, number), "it is asked for")
+        eventually(lambda: len(ended) == 5, "the oldest five are given up")
+        assert server.open == 3
+        assert get(shown_address(listener), "/short")[1] == b"short"
+        server.close()
+    assert len(ended) == 8
+    assert not caplog.records
+
+
+def test_an_error_of_the_start_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: socket.socket) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(socket.socket, "dup", full)
+    with listener_at("127.0.0.1:0") as listener, pytest.raises(OSError, match="too many open files"):
+        HttpServer("test", [Site(listener, {"/": long})])
+
+
+def test_a_server_whose_thread_has_ended_can_be_closed() -> None:
+    server = HttpServer("test", [])
+    server.close()
+    server.close()

@@ -85,7 +85,7 @@ def snapshot(
     """One sealed snapshot in a segment of its own."""
     store = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
     store.adopt(0.0)
-    told = msgspec.structs.replace(descriptor(rank=rank), client=client)
+    told = descriptor(rank=rank, client=client)
     segment = store.create(told, 1, MIB)
     fill(
         segment,
@@ -130,7 +130,7 @@ def stored_window(
 ) -> RankManifest:
     """A checkpoint of one rank: by iteration its tensors and anchors, uploaded as a daemon does."""
     index, stored = StoredIndex(), []
-    first = min(snapshots)
+    before = -1
     for iteration, (tensors, anchors) in snapshots.items():
         layout = ImageLayout.build(
             [TensorEntry(name, dtype, shape) for name, dtype, shape, _ in tensors],
@@ -139,7 +139,7 @@ def stored_window(
             anchors=anchors,
         )
         image = memoryview(bytearray(layout.image_len))
-        layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=scalars_len)
+        layout.write_header(image, iteration=iteration, previous=before, scalars_len=scalars_len)
         for name, _, _, data in tensors:
             at = layout.offset_of(name)
             image[at : at + len(data)] = data
@@ -158,7 +158,7 @@ def stored_window(
         stored.append(
             StoredSnapshot(
                 iteration=iteration,
-                previous=iteration - 1 if iteration > first else -1,
+                previous=before,
                 sequence=iteration,
                 phase=iteration % 2,
                 epoch=epoch,
@@ -175,7 +175,8 @@ def stored_window(
             )
         )
         index.add(bytes(image[: layout.data_offset]), stored[-1])
-    told = msgspec.structs.replace(descriptor(rank=rank, world_size=world_size), client=client)
+        before = iteration
+    told = descriptor(rank=rank, world_size=world_size, client=client)
     manifest = RankManifest(
         job="job",
         run="run",

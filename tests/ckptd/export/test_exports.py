@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.export.exports import convert, export_hf
+from ckptd.export.exports import convert, export_file, export_hf
 from ckptd.export.memory_source import open_slot
 from ckptd.memory import locks
 from tests.ckptd.export.samples import (
@@ -335,3 +335,68 @@ def test_a_failure_in_the_middle_leaves_no_folder(folder: Path, tmp_path: Path) 
     ):
         export_hf(source, tmp_path / "model", max_shard_bytes=400)
     assert os.listdir(tmp_path) == []
+
+
+class TestOlderExperts:
+    """Partial snapshots in memory: each has the dense tensor and some rows of the experts."""
+
+    CLIENT = client_part({"head": None, "e": (0, 3)}, policy="partial")
+
+    def taken(self, folder: Path, iteration: int, row: int, value: float, epoch: int = 0) -> None:
+        tensors = {"head": torch.full((2, 2), value), f"e[{row}:{row + 1}]": torch.full((1, 4), value)}
+        state = {f"optim/exp_avg/e[{row}:{row + 1}]": torch.zeros(1, 4)}
+        snapshot(folder, iteration, entries(**tensors, **state), client=self.CLIENT, epoch=epoch)
+
+    def test_each_is_of_the_newest_snapshot_that_has_it(self, folder: Path, tmp_path: Path) -> None:
+        """The chain goes on with snapshots of an earlier epoch; what a recovery left behind is not in it."""
+        self.taken(folder, 10, 0, 10.0)
+        self.taken(folder, 11, 1, -1.0)
+        self.taken(folder, 11, 1, 11.0, epoch=1)
+        self.taken(folder, 12, 2, 12.0, epoch=1)
+        self.taken(folder, 13, 0, -1.0, epoch=1)
+        with pytest.raises(ExportError, match=r"leave a gap or overlap at row 0.*pass --older-experts"):
+            export(folder, 12, tmp_path / "none")
+        with open_slot(folder, 12, older_experts=True) as source:
+            assert source.origin.older == {"e[1:2]": 11, "e[0:1]": 10}
+            report = export_file(source, tmp_path / "m")
+        loaded = load_file(tmp_path / "m")
+        assert torch.equal(loaded["head"], torch.full((2, 2), 12.0))
+        assert loaded["e"][:, 0].tolist() == [10.0, 11.0, 12.0]
+        assert (report.older_tensors, report.iteration) == (2, 12)
+        with safe_open(tmp_path / "m", "pt") as exported:
+            older = json.loads(exported.metadata()["ckptd.older_experts"])
+        assert older == {"10": ["e[0:1]"], "11": ["e[1:2]"]}
+
+    def test_a_chain_that_is_not_whole_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        self.taken(folder, 10, 0, 10.0)
+        self.taken(folder, 12, 1, 12.0)
+        self.taken(folder, 13, 2, 13.0)
+        target = tmp_path / "m"
+        with open_slot(folder, 13, older_experts=True) as source, pytest.raises(ExportError, match="a gap"):
+            export_file(source, target)
+        assert not target.exists()
+
+    def test_a_folder_has_it_in_its_metadata(self, folder: Path, tmp_path: Path) -> None:
+        for row, iteration in enumerate((10, 11, 12)):
+            self.taken(folder, iteration, row, float(iteration))
+        with open_slot(folder, None, older_experts=True) as source:
+            report = export_hf(source, tmp_path / "m")
+        assert len(report.notes) == 2
+        with safe_open(tmp_path / "m/model.safetensors", "pt") as exported:
+            assert set(json.loads(exported.metadata()["ckptd.older_experts"])) == {"10", "11"}
+
+    def test_older_images_are_verified(self, folder: Path, tmp_path: Path) -> None:
+        for row, iteration in enumerate((10, 11)):
+            self.taken(folder, iteration, row, float(iteration))
+        tensors = entries(**{"head": torch.zeros(2, 2), "e[2:3]": torch.zeros(1, 4)})
+        broken = snapshot(folder, 12, tensors, client=self.CLIENT)
+        self.taken(folder, 13, 2, 13.0)
+        header = broken.header(0)
+        assert header is not None
+        image = broken.image(0, header)
+        image[-1] ^= 1
+        with (
+            pytest.raises(DamagedSnapshot, match="iteration 12 is damaged"),
+            open_slot(folder, 13, older_experts=True),
+        ):
+            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckptd.core.export_plan import DamagedSnapshot, ExportError
@@ -57,6 +59,79 @@ def test_every_snapshot_of_a_checkpoint_is_a_model(store: ObjectStore, tmp_path:
         assert set(loaded) == set(expected)
         for tensor, value in expected.items():
             assert torch.equal(loaded[tensor], value), (iteration, tensor)
+
+
+def test_older_partial_snapshots_are_exported_if_they_are_whole(store: ObjectStore, tmp_path: Path) -> None:
+    """Of the images that a checkpoint lists, 20 was the newest of an earlier one; 29 is stored reduced."""
+    torch.manual_seed(0)
+    a, b, same = torch.randn(30, 5), torch.randn(30, 5), torch.randn(30, 5)
+    client = client_part({"a": None, "b": None, "same": None}, policy="partial")
+    whole = {
+        20: (entries(a=a, b=b, same=same), 0b01),
+        29: (entries(b=b), 0b10),
+        30: (entries(a=a + 1, b=b, same=same + 1), 0b01),
+    }
+    stored_window(store, whole, client=client)
+    for iteration, more in ((20, 0), (30, 1), (None, 1)):
+        export(store, iteration, tmp_path / f"{iteration}")
+        loaded = load_file(tmp_path / f"{iteration}")
+        assert torch.equal(loaded["a"], a + more)
+        assert torch.equal(loaded["same"], same + more)
+    text = "does not contain a, same: of an older partial snapshot storage has only .* choose iteration 30"
+    with pytest.raises(ExportError, match=text):
+        export(store, 29, tmp_path / "29")
+    assert not (tmp_path / "29").exists()
+
+
+def test_experts_that_a_partial_snapshot_lacks_are_taken_from_older_ones(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    """A checkpoint of three images, of which the older ones are stored reduced; each tensor says what it is of.
+
+    The second image's state of the optimizer, and what newer images have as well, is of no use.
+    """
+    same = torch.randn(30, 5)
+    client = client_part({"same": None, "e": (0, 3)}, policy="partial")
+    rows = {n: torch.full((1, 4), float(n)) for n in range(3)}
+    images = {
+        20: entries(**{"e[0:1]": rows[0]}),
+        29: entries(**{"e[0:1]": rows[0] + 9, "e[1:2]": rows[1], "optim/exp_avg/e[1:2]": rows[1]}),
+        30: entries(**{"same": same, "e[2:3]": rows[2]}),
+    }
+    anchors = {20: 0b01, 29: 0b10, 30: 0b01}
+    stored_window(store, {i: (tensors, anchors[i]) for i, tensors in images.items()}, client=client)
+    with pytest.raises(ExportError, match="pass --older-experts"):
+        export(store, 30, tmp_path / "none")
+    with open_stored(store, "file://store", "job", "run", 30, older_experts=True) as source:
+        report = export_file(source, tmp_path / "mixed")
+    loaded = load_file(tmp_path / "mixed")
+    assert set(loaded) == {"same", "e"}
+    assert torch.equal(loaded["same"], same)
+    assert torch.equal(loaded["e"], torch.cat([rows[0] + 9, rows[1], rows[2]]))
+    assert report.older_tensors == 2
+    [note] = report.notes
+    assert note == (
+        "2 tensors or ranges of rows are those of older snapshots, of iterations 29 to 29: this is not the "
+        "model of one iteration. The metadata has them as ckptd.older_experts"
+    )
+    with safe_open(tmp_path / "mixed", "pt") as exported:
+        assert json.loads(exported.metadata()["ckptd.older_experts"]) == {"29": ["e[0:1]", "e[1:2]"]}
+
+
+def test_an_older_image_is_verified_too(store: ObjectStore, tmp_path: Path) -> None:
+    client = client_part({"a": None, "b": None}, policy="partial")
+    a, b = torch.randn(30, 5), torch.randn(30, 5)
+    manifest = stored_window(store, {1: (entries(a=a), 0b01), 2: (entries(b=b), 0b10)}, client=client)
+    [victim] = [tmp_path / "store" / each.key for each in manifest.snapshots[0].objects]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    with (
+        pytest.raises(DamagedSnapshot, match="the stored snapshot of iteration 1 of rank 0 is damaged"),
+        open_stored(store, "file://store", "job", "run", 2, older_experts=True) as source,
+    ):
+        export_file(source, tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
 
 
 def test_large_tensors_and_many_small_ones_come_whole(store: ObjectStore, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,11 +125,37 @@ def test_all_hosts_hear_of_a_failure(job: Job) -> None:
         "because": because,
         "staying": True,
         "patience": 1,
+        "absent": [],
+        "at_boundary": False,
         "without": [],
         "without_nodes": [],
     }
     assert job.orders(1) == job.orders(2) == [order]
     assert job.obeyed == [order]
+
+
+def test_a_job_that_reroutes_goes_on_without_a_rank_until_that_is_back(tmp_path: Path) -> None:
+    """Only the rank of a lost host is lost, also if all are on one node; another host may take its place."""
+    job = Job(tmp_path, replace(options(), reroute=True))
+    try:
+        job.join(1, node=0)
+        job.join(2, node=0)
+        job.tell(2, "failed")
+        (order,) = job.orders(1)
+        assert (order["epoch"], order["absent"], order["at_boundary"]) == (1, [2], False)
+        job.opened[1].close()
+        job.there.pop(2)
+        while not job.join(2, node=0):
+            pass  # the coordinator has not seen yet that the first one is gone
+        job.there[2].send({"told": "said", "word": "ready", "epoch": 1, "why": ""})
+        order = job.orders(1)[0]
+        assert (order["epoch"], order["absent"], order["at_boundary"]) == (2, [], True)
+        for rank in (1, 2):
+            job.there[rank].send({"told": "said", "word": "finished", "epoch": 2, "why": ""})
+        job.coordinator.tell({"told": "said", "word": "finished", "epoch": 2, "why": ""})
+        assert job.orders(1) == [{"order": "end_loops", "absent": []}]
+    finally:
+        job.close()
 
 
 def test_a_host_that_joins_late_hears_of_the_epoch(job: Job) -> None:
@@ -242,15 +269,17 @@ def test_a_connection_that_says_nothing_of_use_harms_nobody(job: Job) -> None:
     assert not job.join(0)
     assert not job.join(2, world_size=8)
     assert not job.join(2, world_size="x")
+    assert not job.join(2, world_size=float("inf"))  # of which int() raises an OverflowError, fuzzing found
     assert not job.join(1), "rank 1 has a host already"
     job.connect()  # and says nothing
     assert job.join(2)
     assert job.obeyed == []
 
 
-def test_a_member_that_talks_nonsense_counts_as_lost(job: Job) -> None:
+@pytest.mark.parametrize("nonsense", [{"what": 1}, {"told": "completed", "epoch": float("inf")}])
+def test_a_member_that_talks_nonsense_counts_as_lost(job: Job, nonsense: dict[str, Any]) -> None:
     job.join(1)
-    job.there[1].send({"what": 1})
+    job.there[1].send(nonsense)
     assert job.obeys()["order"] == "stop"
     with pytest.raises(LinkError):
         job.orders(1)

@@ -96,6 +96,14 @@ def test_with_how_many_ranks_a_job_can_go_on() -> None:
     assert given("--min-ranks", "9", "t.py", **world).min_ranks == 8, "it has begun with fewer"
 
 
+def test_a_job_that_reroutes_keeps_its_ranks() -> None:
+    assert not given("t.py").reroute
+    assert given("--reroute", "t.py").reroute
+    for both in (("--reroute", "--min-ranks", "2"), ("--min-ranks", "2", "--reroute")):
+        with pytest.raises(UsageError, match="leave one of them out"):
+            given(*both, "t.py")
+
+
 @pytest.mark.parametrize(
     ("environ", "node"),
     [({}, None), ({"GROUP_RANK": "3"}, 3), ({"SLURM_NODEID": "2"}, 2), ({"GROUP_RANK": "", "SLURM_NODEID": ""}, None)],

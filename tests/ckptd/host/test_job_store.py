@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions, options_from
 from ckptd.host.job_store import StoreErrand, store_request
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -57,8 +57,7 @@ def test_a_store_that_appears_later_is_waited_for() -> None:
     """Without torchrun, the trainer of rank 0 makes it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     errand = Errand(store_request(options(port), time.monotonic() + 200, "place"))
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     assert errand.answer() == {"value": "place"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ckptd.memory.inventory import operator_names
+from ckptd.memory.inventory import held_segment, operator_names
+from tests.ckptd.persistence.slots import descriptor, segment_store
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,13 @@ from ckptd.memory.inventory import operator_names
 )
 def test_operators_are_named_with_the_rank_whose_images_hold_them(told: Any, names: tuple[str, ...]) -> None:
     assert operator_names(msgspec.msgpack.encode(told), 3, rank=0) == names
+
+
+@pytest.mark.parametrize("policy", ["partial", "selected", "sliding"])
+def test_segments_of_partial_snapshots_are_reported_as_such(policy: str, tmp_path: Path) -> None:
+    told = descriptor(client=msgspec.msgpack.encode({"policy": policy, "operators": []}))
+    segment = segment_store(tmp_path).create(told, 2, 1 << 16)
+    try:
+        assert held_segment(segment, own=True).partial == (policy == "partial")
+    finally:
+        segment.close()

@@ -81,6 +81,7 @@ def test_a_killed_process_holds_nothing(file: Path) -> None:
         assert child.stdout.readline() == b"held\n"
         assert locks.is_locked(fd, 0, exclusive=True)
         assert child.pid in locks.holders_of(file)
+        assert locks.other_holders_of(file) == [], "this process and its child"
         child.kill()
         child.wait(10)
         assert locks.try_lock(fd, 0, exclusive=True)
@@ -90,6 +91,26 @@ def test_a_killed_process_holds_nothing(file: Path) -> None:
         assert child.stdout is not None
         child.stdout.close()
         os.close(fd)
+
+
+def test_a_process_that_another_one_has_started_is_named(file: Path) -> None:
+    """The refusal to free the memory of a live run named the daemon's own store keeper among its trainers."""
+    code = (
+        "import os, subprocess, sys\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+        "child = subprocess.Popen(['sleep', '60'], pass_fds=[fd])\n"
+        "os.close(fd)\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+        "child.kill()\n"
+        "child.wait()\n"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        assert locks.other_holders_of(file) == [grandchild]
+        process.communicate(timeout=60)
 
 
 def test_holders_of_a_file_that_is_gone_are_none(tmp_path: Path) -> None:

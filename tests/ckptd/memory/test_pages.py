@@ -79,6 +79,32 @@ def test_it_is_cut_at_any_moment_while_several_threads_read(file: int, what: str
         assert mapping.cut
 
 
+def test_a_mapping_is_found_though_a_newer_one_goes_meanwhile(tmp_path: Path) -> None:
+    """Another thread may give up a mapping while the handler looks through them: here, at that moment."""
+    script = """
+import os, sys
+from ckptd.memory import pages
+class GoesWhenLookedAt:
+    length = 0
+    @property
+    def start(self):
+        if self in pages._regions:
+            pages._regions.remove(self)
+        return 0
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, 1 << 20)
+mapping = pages.FileMapping(fd, 1 << 20)
+os.ftruncate(fd, 0)
+pages._regions.insert(0, GoesWhenLookedAt())
+assert mapping.view[0] == 0 and mapping.cut
+assert len(pages._regions) == 1
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "file")], cwd=ROOT, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_mappings_are_told_apart(file: int, tmp_path: Path) -> None:
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     os.write(other, b"\2" * SIZE)

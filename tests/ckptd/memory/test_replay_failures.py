@@ -19,7 +19,7 @@ from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.transport.messages import ReplayFailure
-from tests.ckptd.persistence.slots import descriptor, fill, segment_store
+from tests.ckptd.persistence.slots import fill, segment_store, three_snapshots
 
 
 @pytest.fixture
@@ -29,11 +29,7 @@ def store(tmp_path: Path) -> SegmentStore:
 
 @pytest.fixture
 def segment(store: SegmentStore) -> Iterator[Segment]:
-    made = store.create(descriptor(), 4, 1 << 20)
-    for iteration in range(3):
-        fill(made, iteration, iteration)
-    yield made
-    made.close()
+    yield from three_snapshots(store)
 
 
 class Daemon:

@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from ckptd.core.slots.segment_format import encode_descriptor, origin_of
@@ -176,7 +175,7 @@ def test_a_run_that_is_forgotten_takes_along_what_waits(folder: Path, failing: F
 def test_a_replica_waits_too(folder: Path, failing: Failing) -> None:
     store = make_store(folder)
     replicas = ReplicaStore(store)
-    told = msgspec.structs.replace(descriptor(), created_at_ns=1, node_id="other")
+    told = descriptor(created_at_ns=1, node_id="other")
     plan = replicas.plan(told, 1, MIB, origin_of(told))
     store.build(plan).close()
     failing.codes[plan.path.name] = errno.EMFILE

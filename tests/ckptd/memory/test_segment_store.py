@@ -23,7 +23,14 @@ from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.segment_file import Adopted, Segment, open_segment, settle
-from ckptd.memory.segment_store import CannotReserve, Purpose, SegmentMaker, SegmentPlan, SegmentStore
+from ckptd.memory.segment_store import (
+    CannotReserve,
+    FolderListener,
+    Purpose,
+    SegmentMaker,
+    SegmentPlan,
+    SegmentStore,
+)
 from ckptd.memory.slot_digests import SealVerdict, scrub_slot, seal_slot
 from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.workers import Workers
@@ -79,6 +86,47 @@ def test_adopting_finds_what_was_there(folder: Path) -> None:
     assert [segment.key for segment in adopted] == [KEY]
     assert state_of(adopted[0], 0) is SlotState.FILLED
     assert adopted[0].detached_at_s == 1.0
+
+
+def test_segments_are_kept_from_when_they_are_entered_until_they_are_removed(folder: Path) -> None:
+    told: list[tuple[str, bool]] = []
+
+    class Listener(FolderListener):
+        def keep_file(self, name: str, fd: int | None) -> None:
+            told.append((name, fd is not None))
+
+    store = SegmentStore(folder, MIB * 64, "n", mlock="off", hugepages="off", listener=Listener())
+    segment = store.create(descriptor(), 2, MIB)
+    store.remove(segment)
+    assert told == [(segment.path.name, True), (segment.path.name, False)]
+
+
+def test_what_was_kept_of_a_removed_segment_is_put_back(folder: Path) -> None:
+    segment = make_store(folder).create(descriptor(), 2, MIB)
+    fill(segment, 0, 5)
+    store, name, before = make_store(folder), segment.path.name, bytes(segment.buffer)
+    assert not store.put_back(name, segment.fd), "its file is there"
+    segment.path.unlink()
+    assert not store.put_back("../other.seg", segment.fd)
+    assert not store.put_back("job~run~r0~g0.bad", segment.fd)
+    assert list(folder.iterdir()) == []
+    (folder / f".{name}.{os.getpid()}.tmp").write_bytes(b"of a daemon that died")
+    assert store.put_back(name, segment.fd)
+    assert list(folder.iterdir()) == [segment.path]
+    (found,) = store.adopt(now_s=1.0).segments
+    assert bytes(found.buffer) == before
+    assert found.path.stat().st_ino != os.fstat(segment.fd).st_ino
+    with pytest.raises(FileExistsError):
+        store.put_back(name, segment.fd)
+
+
+def test_the_record_of_a_run_is_put_back_to_the_byte(folder: Path) -> None:
+    record = folder / "job~run.run"
+    record.write_bytes(b"who takes part")
+    with record.open("rb") as kept:
+        record.unlink()
+        assert make_store(folder).put_back(record.name, kept.fileno())
+    assert record.read_bytes() == b"who takes part"
 
 
 @pytest.mark.parametrize(("kind", "end"), [("log", "boundary"), ("parked", "parked")])

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from ckptd.config.settings import DaemonConfig
@@ -80,7 +79,7 @@ class Doubting:
 @pytest.fixture
 def doubting(tmp_path: Path) -> Iterator[Doubting]:
     store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
-    told = msgspec.structs.replace(descriptor(), window=1, num_operators=1)
+    told = descriptor(window=1, num_operators=1)
     segment = store.create(told, SLOTS, MIB)
     for index in range(SLOTS):
         snapshot = snapshot_of(index)
@@ -224,7 +223,7 @@ def put(segment: Segment, snapshot: Snapshot) -> None:
 def setting(tmp_path: Path) -> Iterator[Setting]:
     """A segment whose slot 0 holds a snapshot."""
     store = SegmentStore(tmp_path, 40 * MIB, "here", mlock="off", hugepages="off")
-    told = msgspec.structs.replace(descriptor(), window=1, num_operators=1)
+    told = descriptor(window=1, num_operators=1)
     segment = store.create(told, 2, MIB)
     put(segment, SNAPSHOT)
     workers, events = Workers("test", 1, 100, lambda: None), EventLog(100)

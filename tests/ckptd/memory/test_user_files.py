@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ckptd.config.runtime_dir import UnusableFolder
-from ckptd.core.slots.segment_format import SegmentDescriptor
 from ckptd.core.users import UserQuotas
 from ckptd.memory import user_files
 from ckptd.memory.segment_store import Purpose, SegmentStore
 from ckptd.memory.user_files import close_files, open_to_user, readers_of
+from tests.ckptd.running import descriptor
 from tests.users import GROUP, STRANGER, TRAINER, needs_users
 
 MIB = 1 << 20
@@ -113,22 +113,6 @@ def test_a_filesystem_without_lists_is_named(folder: Path, monkeypatch: pytest.M
         close_files(folder)
 
 
-def descriptor(job: str) -> SegmentDescriptor:
-    return SegmentDescriptor(
-        job=job,
-        run="run",
-        rank=0,
-        world_size=1,
-        topology="dp1",
-        layout_version=1,
-        generation=0,
-        node_id="",
-        created_at_ns=0,
-        window=1,
-        num_operators=1,
-    )
-
-
 def store_in(folder: Path) -> SegmentStore:
     return SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off", users=UserQuotas())
 
@@ -167,4 +151,37 @@ def test_a_segment_of_an_earlier_daemon_is_opened_to_the_owner_of_its_job(folder
     assert readers_of(of_nobody.fd) == {}
     assert of_nobody.path.stat().st_mode & 0o777 == 0o600
     for segment in (of_user, of_nobody):
+        segment.close()
+
+
+@needs_users
+@pytest.mark.parametrize(("purpose", "rights"), [(Purpose.RANK, "rw"), (Purpose.REPLICA, "r")])
+def test_segments_are_open_to_the_group_again_if_users_are_not_kept_apart_any_more(
+    folder: Path, purpose: Purpose, rights: str
+) -> None:
+    apart = store_in(folder)
+    made = [apart.create(descriptor(job), 2, MIB) for job in (f"u{TRAINER}.job", "job")]
+    together = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off", group=GROUP)
+    for segment in made:
+        assert may(STRANGER, segment.path) == ""
+        together.enter_found(segment, purpose)
+        assert readers_of(segment.fd) == {}
+        assert may(STRANGER, segment.path) == may(TRAINER, segment.path) == rights
+        segment.close()
+
+
+@needs_users
+def test_segments_are_closed_again_if_there_is_no_group_of_trainers_any_more(folder: Path) -> None:
+    """The group of an earlier daemon, or its users, could read and write them for as long as they lived."""
+    shared = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off", group=GROUP)
+    made = [
+        shared.create(descriptor("job"), 2, MIB),
+        store_in(folder).create(descriptor(f"u{TRAINER}.job"), 2, MIB),
+    ]
+    own = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
+    for segment in made:
+        assert may(TRAINER, segment.path) == "rw"
+        own.enter_found(segment, Purpose.RANK)
+        assert readers_of(segment.fd) == {}
+        assert may(TRAINER, segment.path) == ""
         segment.close()

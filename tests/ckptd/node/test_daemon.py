@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,9 @@ import pytest
 import zmq
 
 from ckptd.core.slots.slots import SlotState
+from ckptd.memory.locks import is_locked, try_lock
 from ckptd.memory.segment_file import open_segment
+from ckptd.node.daemon import Notifier
 from ckptd.node.node_limits import default_digest_threads
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, encode
@@ -454,6 +458,126 @@ def test_systemd_is_notified_of_readiness_life_and_end() -> None:
         listener.close()
         Path(folder, "n").unlink()
         Path(folder).rmdir()
+
+
+def test_a_kept_file_has_no_locks_of_this_process(tmp_path: Path) -> None:
+    """They would outlive it in the service manager."""
+    path = tmp_path / "job~run~r0~g0.seg"
+    path.write_bytes(b"segment")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener, path.open("r+b") as file:
+        listener.settimeout(20)
+        listener.bind(str(tmp_path / "n"))
+        notifier = Notifier(str(tmp_path / "n"))
+        notifier.keep(path.name, file.fileno())
+        assert listener.recv(4096) == b"FDSTOREREMOVE=1\nFDNAME=" + path.name.encode()
+        text, (kept,), _, _ = socket.recv_fds(listener, 4096, 4)
+        assert text == b"FDSTORE=1\nFDNAME=" + path.name.encode()
+        try:
+            assert os.pread(kept, 7, 0) == b"segment"
+            assert try_lock(file.fileno(), 0, exclusive=True)
+            assert is_locked(kept, 0, exclusive=False)
+        finally:
+            os.close(kept)
+        notifier.keep(path.name, None)
+        assert listener.recv(4096).startswith(b"FDSTOREREMOVE=1\n")
+
+
+HANDED = """
+import os, signal, sys
+kept, name, dies_in = sys.argv[1:4]
+if kept:
+    os.dup2(os.open(kept, os.O_RDONLY), 3)
+    os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1", "LISTEN_FDNAMES": name}
+from ckptd.cli import main
+from ckptd.memory.segment_store import SegmentStore
+if dies_in:
+    setattr(SegmentStore, dies_in, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+sys.exit(main(["run"]))
+"""
+
+
+@pytest.mark.parametrize("dies_in", ["put_back", "rescue"])
+def test_a_death_while_removed_segments_are_written_again_costs_nothing(dies_in: str) -> None:
+    """The folder was there again, so the next daemon took what systemd had kept for files that somebody had
+    removed on purpose, and let go of it: the last copy. A copy that takes longer than systemd waits is such a
+    death.
+    """
+    daemon = DaemonProcess()
+    daemon.command = [sys.executable, "-c", HANDED, "", "", dies_in if dies_in == "rescue" else ""]
+    try:
+        daemon.start()
+        with daemon.client() as client:
+            attach(client)
+            segment = reserve(client)
+            fill(segment, 0, 5)
+            client.send(m.Filled(0, 0, 5))
+            eventually(lambda: state_of(segment, 0) is SlotState.SEALED, "it is sealed")
+            client.request(m.Detach())
+        before, name = bytes(segment.buffer), segment.path.name
+        assert daemon.process is not None
+        if dies_in == "put_back":
+            daemon.kill()
+        shutil.rmtree(daemon.segment_dir)
+        daemon.command[-3:] = [f"/proc/{os.getpid()}/fd/{segment.fd}", name, dies_in]
+        dies = daemon.spawn() if dies_in == "put_back" else daemon.process
+        assert dies.wait(20) == -signal.SIGKILL
+        assert daemon.segment_dir.is_dir()
+        assert not segment.path.exists()
+        daemon.command[-1] = ""
+        daemon.start()
+        again = open_segment(segment.path)
+        assert bytes(again.buffer) == before
+        again.close()
+        segment.path.unlink()  # on purpose
+        daemon.kill()
+        daemon.start()
+        assert not segment.path.exists()
+    finally:
+        daemon.clean_up()
+
+
+NO_ROOM = HANDED.replace("lambda *_: os.kill(os.getpid(), signal.SIGKILL)", "full").replace(
+    "if dies_in:",
+    "def full(*_):\n    raise OSError(28, 'No space left on device')\nif dies_in:",
+)
+
+
+def test_a_removed_segment_for_which_there_is_no_room_waits_with_systemd(tmp_path: Path) -> None:
+    """It may be written again only beside its old pages; before, the last copy was let go of."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        daemon = DaemonProcess()
+        try:
+            daemon.start()
+            with daemon.client() as client:
+                attach(client)
+                segment = reserve(client)
+                client.request(m.Detach())
+            before, name = bytes(segment.buffer), segment.path.name
+            daemon.kill()
+            shutil.rmtree(daemon.segment_dir)
+            kept = f"/proc/{os.getpid()}/fd/{segment.fd}"
+            daemon.settings["NOTIFY_SOCKET"] = str(tmp_path / "notify")
+            daemon.command = [sys.executable, "-c", NO_ROOM, kept, name, "put_back"]
+            daemon.start()
+            with daemon.client() as client:
+                (text,) = messages_of(client, "segment_waits")
+            assert f"make room in {daemon.segment_dir}, and restart the daemon" in text
+            daemon.kill()
+            assert not segment.path.exists()
+            said = b""
+            while select.select([manager], [], [], 0)[0]:
+                said += manager.recv(4096)
+            assert b"READY=1" in said
+            assert name.encode() not in said, "systemd would let go of it"
+            del daemon.settings["NOTIFY_SOCKET"]
+            daemon.command[-1] = ""
+            daemon.start()
+            again = open_segment(segment.path)
+            assert bytes(again.buffer) == before
+            again.close()
+        finally:
+            daemon.clean_up()
 
 
 def test_the_daemon_is_small_and_says_how_small(shared: DaemonProcess) -> None:

@@ -25,7 +25,7 @@ SECOND = 10**9
 RANK = ("job", "0", "run")  # the values of the labels, by name
 # Each label, with how many values it has at most on a node; those of a run are as many as runs and nodes.
 LABELS = {"version", "node", "job_name", "run", "rank", "peer", "tier", "kind", "reason", "socket", "phase"}
-LABELS |= {"user"}
+LABELS |= {"user", "result"}
 UNITS = ("seconds", "bytes", "iterations", "ratio", "bytes_per_second")
 
 
@@ -289,6 +289,20 @@ def test_digest_failures_by_tier() -> None:
     }
     found = page_of(replace(VIEW, status=status(counters=counters))).by_labels("ckptd_digest_failures_total")
     assert found == {("memory",): 3, ("replica",): 4, ("network",): 64, ("fetch",): 8, ("storage",): 48}
+
+
+def test_comparisons_of_replicas_by_result() -> None:
+    counters = {"replicas.equal": 7, "event.replicas_differ": 2, "event.replicas_diverged": 1}
+    found = page_of(replace(VIEW, status=status(counters=counters))).by_labels(
+        "ckptd_replica_comparisons_total"
+    )
+    assert found == {("equal",): 7, ("differ",): 2, ("diverged",): 1}
+
+
+def test_audits_by_result() -> None:
+    counters = {"event.step_audited": 5, "event.audit_failed": 1}
+    found = page_of(replace(VIEW, status=status(counters=counters))).by_labels("ckptd_step_audits_total")
+    assert found == {("passed",): 5, ("failed",): 1, ("unclear",): 0}
 
 
 def test_seals_and_puts_add_up_in_base_units() -> None:

@@ -20,9 +20,10 @@ from tests.ckptd.peers_harness import Job, Trainer
 from tests.ckptd.puppet import Puppet
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import Snapshot, flip, snapshot_of, states_in
+from tests.long import long
 
 pytestmark = pytest.mark.timeout(90)
-both = pytest.mark.parametrize("data", ["stream", "zmq"])
+both = pytest.mark.parametrize("data", ["stream", pytest.param("zmq", marks=long)])
 
 
 def is_filling(node: Node, rank: int = 0) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, ToldStart
 from ckptd.event_log import EventLog
 from tests.ckptd.running import eventually
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not find_spec("opentelemetry"), reason="opentelemetry is not installed: pip install ckptd[test]"
@@ -83,8 +86,55 @@ def test_another_recovery_is_another_trace() -> None:
     assert len(ids) == 4
 
 
+needs_grpc = pytest.mark.skipif(
+    not find_spec("opentelemetry.exporter.otlp.proto.grpc") if find_spec("opentelemetry") else True,
+    reason="the exporter over gRPC is not installed: pip install ckptd[test]",
+)
+
+
+@needs_grpc
+@pytest.mark.parametrize("named_by", ["setting", "variables"])
+def test_a_collector_over_grpc_gets_the_spans(named_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import grpc
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+    from ckptd.node.recovery_traces import RecoveryTraces
+
+    heard: list[tuple[Any, dict[str, str]]] = []
+
+    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            heard.append((request, dict(context.invocation_metadata())))
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "key=of-the-user")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    events = EventLog(16)
+    node: Any = SimpleNamespace(node_id="n", events=events, post=lambda work: work())
+    traces = RecoveryTraces(node, f"grpc://127.0.0.1:{port}" if named_by == "setting" else "grpc:")
+    try:
+        traces.tell(TOLD)
+        eventually(lambda: events.counters["otel.sent"] == 1, "the collector has answered")
+    finally:
+        traces.close()
+        server.stop(None)
+    [(request, metadata)] = heard
+    [resource] = request.resource_spans
+    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    assert {name: span.span_id for name, span in spans.items()} == {
+        name: span.context.span_id.to_bytes(8) for name, span in spans_of(TOLD).items()
+    }
+    assert {each.key for each in resource.resource.attributes} >= {"service.name", "ckptd.node"}
+    assert metadata["key"] == "of-the-user"
+
+
+@pytest.mark.parametrize("scheme", ["http", pytest.param("grpc", marks=needs_grpc)])
 def test_a_collector_that_is_away_costs_a_counter_and_one_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    scheme: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptd.node.recovery_traces import RecoveryTraces
 
@@ -95,9 +145,8 @@ def test_a_collector_that_is_away_costs_a_counter_and_one_line(
         work()
 
     node: Any = SimpleNamespace(node_id="n", events=events, post=post)
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
-    traces = RecoveryTraces(node, f"http://127.0.0.1:{port}/v1/traces")
+    path = "/v1/traces" if scheme == "http" else ""
+    traces = RecoveryTraces(node, f"{scheme}://127.0.0.1:{free_port()}{path}")
     try:
         for number in range(1, 4):
             traces.tell(TOLD)
@@ -108,3 +157,35 @@ def test_a_collector_that_is_away_costs_a_counter_and_one_line(
     assert len(said) == 1, said
     assert said[0].startswith("a trace of a recovery was not sent (counter otel.failed): ")
     assert len(said[0]) > len("a trace of a recovery was not sent (counter otel.failed): ")
+
+
+def test_the_daemon_drains_while_a_slow_collector_takes_the_last_trace() -> None:
+    """It waited for the collector first, with the loop, before slots were sealed."""
+    from ckptd.node.recovery_traces import RecoveryTraces
+
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            asked.set()
+            may_answer.wait(60)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    events = EventLog(16)
+    node: Any = SimpleNamespace(node_id="n", events=events, post=lambda work: work())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        traces = RecoveryTraces(node, f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        traces.tell(TOLD)
+        assert asked.wait(60)
+        traces.end()
+        assert not events.counters, "the collector has not answered yet"
+        may_answer.set()
+        eventually(lambda: events.counters["otel.sent"] == 1, "it has answered")
+        traces.close()
+        collector.shutdown()

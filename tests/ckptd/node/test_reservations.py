@@ -5,7 +5,7 @@ memory and no network.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
-from msgspec.structs import replace as replace_struct
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.recovery.held import STORE_NODE
@@ -344,19 +343,21 @@ def test_a_copy_in_the_middle_of_a_fetch_is_dropped(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "sequences", "slots"),
+    ("policy", "iterations", "sequences", "slots"),
     [
-        ("partial", (4, 5, 6, 7), 6),
-        ("partial", (1, 3, 6, 7), 10),
-        ("partial", (1, 3, 4, 6, 7), 10),
-        ("sliding", (1, 3, 6, 7), 6),
-        ("partial", tuple(range(1, 20, 2)), 12),
+        ("partial", (4, 5, 6, 7), (4, 5, 6, 7), 6),
+        ("partial", (1, 3, 6, 7), (1, 3, 6, 7), 10),
+        ("partial", (1, 3, 4, 6, 7), (1, 3, 4, 6, 7), 10),
+        ("partial", (1, 2, 3, 4), (1, 2, 5, 6), 6),  # a recovery went back from iteration 4 to 2
+        ("sliding", (1, 3, 6, 7), (1, 3, 6, 7), 6),
+        ("partial", range(1, 20, 2), range(1, 20, 2), 12),
     ],
 )
 def test_images_of_several_durable_checkpoints_leave_room_for_a_window_of_new_snapshots(
-    policy: str, sequences: tuple[int, ...], slots: int
+    policy: str, iterations: Sequence[int], sequences: Sequence[int], slots: int
 ) -> None:
     client = msgspec.msgpack.encode({"policy": policy, "operators": []})
-    told = replace_struct(descriptor(), window=4, client=client)
-    headers = [SlotHeader(state=SlotState.SEALED, iteration=s, sequence=s) for s in sequences]
+    told = descriptor(window=4, client=client)
+    pairs = zip(iterations, sequences, strict=True)
+    headers = [SlotHeader(state=SlotState.SEALED, iteration=t, sequence=s) for t, s in pairs]
     assert _slots_for([m.FetchPiece(pack_slot_header(h), ()) for h in headers], told) == slots

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import msgspec
 import pytest
 
 from ckptd.config.settings import DaemonConfig
@@ -34,7 +33,7 @@ from ckptd.transport import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 from tests.ckptd.memory.fresh import put_header
-from tests.ckptd.running import eventually, fill, state_of
+from tests.ckptd.running import descriptor, eventually, fill, state_of
 from tests.ckptd.snapshots import snapshot_of
 
 MIB = 1 << 20
@@ -94,33 +93,22 @@ class Setting:
         return self.ask(m.Attach("job", "run", 0, 1, "dp1", 1, needed_bytes, "2 slots", (), TOKEN))
 
     def reserve(self, num_slots: int = 2) -> Segment:
-        descriptor = encode_descriptor(descriptor_of("job", "run"))
-        reply = self.ask(m.Reserve(MIB, num_slots, descriptor))
+        reply = self.ask(m.Reserve(MIB, num_slots, encode_descriptor(descriptor_of())))
         assert isinstance(reply, m.Reserved), reply
         segment = self.store.get(RANK, reply.segment.generation)
         assert segment is not None
         return segment
 
 
-def descriptor_of(job: str, run: str) -> SegmentDescriptor:
-    return SegmentDescriptor(
-        job=job,
-        run=run,
-        rank=0,
-        world_size=1,
-        topology="dp1",
-        layout_version=1,
-        generation=0,
-        node_id="",
-        created_at_ns=0,
-        window=1,
-        num_operators=1,
-    )
+def descriptor_of(run: str = "run", kind: Kind = "snapshots") -> SegmentDescriptor:
+    """Of a rank with one operator, which each of its snapshots anchors."""
+    return descriptor(run=run, window=1, num_operators=1, kind=kind)
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Iterator[Setting]:
-    config, events = DaemonConfig(), EventLog(100)
+def setting(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setting]:
+    """With a parameter: whether users are kept apart."""
+    config, events = DaemonConfig(isolate_users=getattr(request, "param", False)), EventLog(100)
     store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
     workers = Workers("test", 1, 100, lambda: None)
     heard = Heard()
@@ -175,7 +163,7 @@ def test_what_is_promised_at_attach_is_kept_from_replicas(setting: Setting) -> N
 
 def test_a_rank_that_does_not_fit_beside_replicas_is_told_so(setting: Setting) -> None:
     replicas = setting.peering.replicas
-    plan = setting.store.plan(descriptor_of("job", "other"), 30, MIB)
+    plan = setting.store.plan(descriptor_of("other"), 30, MIB)
     setting.store.promise(replace(plan, purpose=Purpose.REPLICA))
     refused = setting.attach(40 * MIB)
     assert isinstance(refused, m.Refused)
@@ -183,7 +171,7 @@ def test_a_rank_that_does_not_fit_beside_replicas_is_told_so(setting: Setting) -
     assert f"{format_bytes(replicas.used_bytes)} of it by replicas" in refused.message
     assert isinstance(setting.attach(4 * MIB), m.Attached)
     assert isinstance(setting.reserve(), Segment)
-    again = setting.ask(m.Reserve(MIB, 40, encode_descriptor(descriptor_of("job", "run"))))
+    again = setting.ask(m.Reserve(MIB, 40, encode_descriptor(descriptor_of())))
     assert isinstance(again, m.Refused)
     assert again.code is m.RefusalCode.QUOTA
 
@@ -242,16 +230,12 @@ def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Set
 
 
 def reserve_log(setting: Setting, num_slots: int = 3, kind: Kind = "log") -> Segment:
-    told = encode_descriptor(replace_kind(descriptor_of("job", "run"), kind))
+    told = encode_descriptor(descriptor_of(kind=kind))
     reply = setting.ask(m.ReserveBeside(MIB, num_slots, told))
     assert isinstance(reply, m.Reserved), reply
     segment = setting.store.get(RANK, reply.segment.generation)
     assert segment is not None
     return segment
-
-
-def replace_kind(descriptor: SegmentDescriptor, kind: Kind = "log") -> SegmentDescriptor:
-    return msgspec.structs.replace(descriptor, kind=kind)
 
 
 def put(segment: Segment, index: int, iteration: int) -> None:
@@ -265,10 +249,9 @@ def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:
     segment for snapshots.
     """
     setting.attach()
-    told = descriptor_of("job", "run")
     wrong = (
-        m.Reserve(MIB, 2, encode_descriptor(replace_kind(told))),
-        m.ReserveBeside(MIB, 2, encode_descriptor(told)),
+        m.Reserve(MIB, 2, encode_descriptor(descriptor_of(kind="log"))),
+        m.ReserveBeside(MIB, 2, encode_descriptor(descriptor_of())),
     )
     for message in wrong:
         refused = setting.ask(message)
@@ -280,7 +263,7 @@ def test_a_log_is_asked_for_by_a_message_of_its_own(setting: Setting) -> None:
 def test_a_log_that_exceeds_the_quota_is_refused_with_numbers(setting: Setting) -> None:
     setting.attach()
     setting.reserve()
-    told = encode_descriptor(replace_kind(descriptor_of("job", "run")))
+    told = encode_descriptor(descriptor_of(kind="log"))
     refused = setting.ask(m.ReserveBeside(MIB, 70, told))
     assert isinstance(refused, m.Refused)
     assert refused.code is m.RefusalCode.QUOTA
@@ -427,6 +410,21 @@ def test_a_log_goes_with_its_run(setting: Setting, message: m.Message) -> None:
     assert isinstance(setting.ask(message), m.Done)
     assert not log.path.exists()
     assert setting.store.used_bytes == 0
+
+
+@pytest.mark.parametrize("setting", [False, True], indirect=True, ids=["together", "apart"])
+def test_runs_that_a_user_may_see_are_named_if_there_is_none_to_forget(
+    setting: Setting, request: pytest.FixtureRequest
+) -> None:
+    """Where users are not kept apart a job that looks like a user's is a job like any other."""
+    user = 1002
+    for job in ("job", f"u{user}.job"):
+        setting.store.create(descriptor(job=job, window=1, num_operators=1), 2, MIB)
+    setting.service.handle(b"t", m.Forget(f"u{user}.gone", "run"), setting.answers.append, user=user)
+    (refused,) = setting.answers
+    assert isinstance(refused, m.Refused)
+    seen = f"u{user}.job/run" if "apart" in request.node.name else f"job/run, u{user}.job/run"
+    assert refused.message == f"no segments of u{user}.gone/run; in memory are {seen}"
 
 
 def test_a_dead_trainers_half_filled_log_is_freed(setting: Setting) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -172,6 +173,46 @@ def test_when_the_owner_is_gone_the_rank_is_free() -> None:
         os.close(fd)
         with daemon.client() as client:
             assert len(attach(client).segments) == 1
+
+
+LAST_WORDS = """
+import os, sys
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient
+client = ControlClient(sys.argv[1], 20)
+client.request(m.Hello("test", os.getpid()))
+print("known", flush=True)
+sys.stdin.readline()
+client.send(m.Attach("job", "run", 0, 1, "dp1", 1, 8 << 20))
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_has_ended_before_its_attach_is_read_takes_no_rank() -> None:
+    """Nothing would tell the daemon of its end: the rank stayed taken until it had been silent for minutes."""
+    with running_daemon() as daemon:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAST_WORDS, daemon.endpoint],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert daemon.process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "known\n"
+        daemon.process.send_signal(signal.SIGSTOP)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "sent\n"
+        process.kill()
+        process.communicate()
+        daemon.process.send_signal(signal.SIGCONT)
+        with daemon.client() as client:
+            attach(client)
+        assert f"process {process.pid} has ended before its request" in daemon.log_text()
 
 
 def test_tokens_are_kept_for_the_next_daemon_and_not_told(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_trusted_node_that_is_no_member_gets_nothing_and_ends_nothing() -> Non
             p.GetDescriptor("job", "run", name),
             p.DoubtSlot("job", "run", name, 0, 1),
             last_epoch(),
+            p.TellDigests("job", "run", 0, "group", 2, 0, 1, 5, bytes(8)),
             p.TellRun(claim),
         ]
         for message in asked:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
-
 import pytest
 
 from tests.ckptd.nodes import Net
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.snapshots import IMAGE_BYTES
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the IPv6 loopback that nobody listens on now."""
-    with ExitStack() as stack:
-        taken = [
-            stack.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6))
-            for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in taken]
 
 
 def require_ipv6() -> list[int]:
     """Two free ports; skips where there is no IPv6 loopback."""
     try:
-        return free_ports(2)
+        return free_ports(2, "::1")
     except OSError as error:
         pytest.skip(f"no IPv6 loopback on this machine: {error}")
 

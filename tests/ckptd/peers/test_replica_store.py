@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.slots.segment_format import (
-    SegmentDescriptor,
     SlotHeader,
     origin_of,
     replica_file_name,
@@ -17,21 +16,10 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replica_store import ReplicaStore
 from tests.ckptd.memory.fresh import put_header
+from tests.ckptd.running import descriptor
 from tests.ckptd.snapshots import states_in
 
-DESCRIPTOR = SegmentDescriptor(
-    job="job",
-    run="run",
-    rank=0,
-    world_size=1,
-    topology="dp1",
-    layout_version=1,
-    generation=0,
-    node_id="away",
-    created_at_ns=1,
-    window=1,
-    num_operators=1,
-)
+DESCRIPTOR = descriptor(node_id="away", created_at_ns=1, window=1, num_operators=1)
 
 
 @pytest.fixture

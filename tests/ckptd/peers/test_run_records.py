@@ -26,8 +26,12 @@ class Node:
 
     def restart(self) -> None:
         self.events = EventLog(100)
-        self.records = RunRecords(self.folder, self.events)
+        self.kept: dict[str, bytes | None] = {}
+        self.records = RunRecords(self.folder, self.events, self.keep)
         self.records.adopt()
+
+    def keep(self, name: str, fd: int | None) -> None:
+        self.kept[name] = None if fd is None else os.pread(fd, 1 << 20, 0)
 
     def of(self, run: str = "run") -> RunRecord:
         found = self.records.of("job", run)
@@ -177,3 +181,23 @@ def test_encoding() -> None:
     data = encode_record(record)
     assert data[:12] == b"CKPTDRUN\x01\0\0\0"
     assert decode_record(data) == record
+
+
+def test_what_is_written_and_adopted_is_kept_beyond_the_process(node: Node) -> None:
+    node.join(FIRST)
+    assert node.kept == {node.path.name: node.path.read_bytes()}
+    node.join(NEXT)
+    assert node.kept == {node.path.name: node.path.read_bytes()}
+    node.restart()
+    assert node.kept == {node.path.name: node.path.read_bytes()}
+    node.records.expire(0.0, 1.0, lambda *_: False)
+    node.records.expire(9.0, 1.0, lambda *_: False)
+    assert node.kept == {node.path.name: None}
+
+
+def test_a_removed_file_is_written_again(node: Node) -> None:
+    node.join(FIRST)
+    before = node.path.read_bytes()
+    node.path.unlink()
+    node.records.write_again()
+    assert node.path.read_bytes() == before

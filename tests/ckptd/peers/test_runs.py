@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import msgspec
 import pytest
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.copies import NO_INTERVAL
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.segment_format import RingHint, SegmentDescriptor, read_ring_hint
+from ckptd.core.slots.segment_format import RingHint, read_ring_hint
 from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
@@ -54,8 +53,7 @@ class Node:
         )
 
     def rank(self, rank: int, *, window: int = 2) -> Segment:
-        told: SegmentDescriptor = msgspec.structs.replace(descriptor(rank=rank, world_size=2), window=window)
-        return self.store.create(told, 6, MIB)
+        return self.store.create(descriptor(rank=rank, world_size=2, window=window), 6, MIB)
 
     def join(self, ranks: tuple[int, ...], *others: Member, epoch: int = 0, start: int = -1) -> None:
         members = (Member(HERE, ranks), *others)

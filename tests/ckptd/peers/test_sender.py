@@ -23,6 +23,7 @@ from ckptd.memory.slot_digests import Vouched
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.sender import RankReplication, SnapshotRing
+from ckptd.recompute.gradient_puts import GradientOffer
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
 from tests.ckptd.memory.fresh import put_header
@@ -348,3 +349,27 @@ def test_a_snapshot_that_could_not_be_computed_goes_whole(with_gradients: Sender
     assert (again.message.base, again.message.gradient_bytes) == (-1, 0)
     again.done(GRANT)
     assert with_gradients.link.puts[-1].offset == 0
+
+
+def test_a_peer_that_computes_too_slowly_gets_the_image(with_gradients: Sender) -> None:
+    """Its answer is not "recompute" but none in time; offered again and again, nothing would ever arrive."""
+    until_seal_of_gradients(with_gradients).failed("deadline", "no answer: deadline")
+    (event,) = (e for e in with_gradients.events.page(0, 10).events if e.kind == "gradients_declined")
+    assert "no answer" in event.message
+    with_gradients.rank.peer_restarted("away")
+    with_gradients.link.asked[-1].done(p.ReplicaOpened(6, ()))
+    again = with_gradients.link.asked[-1].message
+    assert isinstance(again, p.BeginSlot)
+    assert (again.base, again.gradient_bytes) == (-1, 0)
+
+
+def test_gradients_that_gain_nothing_are_not_put(
+    with_gradients: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is known when they are packed, after the peer was asked."""
+    monkeypatch.setattr(GradientOffer, "pieces", ())
+    with_gradients.until_begin().done(msgspec.structs.replace(GRANT, recomputes=True))
+    (put,) = with_gradients.link.puts
+    assert put.offset == 0
+    put.end()
+    assert with_gradients.link.asked[-1].message == p.SealSlot(77, DIGEST)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte
+from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
@@ -28,7 +28,7 @@ from ckptd.workers import Workers
 from tests.ckptd.hosted import MIB, Setting, hosted
 from tests.ckptd.puppet import begin_slot
 from tests.ckptd.recomputed import Step, step_of
-from tests.ckptd.running import eventually
+from tests.ckptd.running import descriptor, eventually
 from tests.ckptd.snapshots import snapshot_of, states_in
 
 
@@ -64,22 +64,6 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def descriptor() -> SegmentDescriptor:
-    return SegmentDescriptor(
-        job="job",
-        run="run",
-        rank=0,
-        world_size=1,
-        topology="dp1",
-        layout_version=1,
-        generation=0,
-        node_id="here",
-        created_at_ns=1,
-        window=1,
-        num_operators=1,
-    )
-
-
 def locked(segment: Segment, index: int) -> bool:
     return locks.is_locked(segment.fd, slot_lock_byte(index), exclusive=True)
 
@@ -95,7 +79,7 @@ def test_peers_that_stopped_in_the_middle_of_a_copy_hold_up_nobody_elses_slot(
 ) -> None:
     """As many of them as there are workers; the end of a healthy one's loan does not wait behind them."""
     store = SegmentStore(tmp_path, 40 * MIB, "here", mlock="off", hugepages="off")
-    segment, regions = store.create(descriptor(), 4, MIB), Regions()
+    segment, regions = store.create(descriptor(window=1, num_operators=1), 4, MIB), Regions()
     settlers = Workers("settle", 2, 100, lambda: None)
     failures: list[BaseException] = []
     lending = RegionLoans(
@@ -293,6 +277,15 @@ def test_the_base_is_not_given_away_while_it_is_computed_from(computing: Setting
     assert isinstance(
         computing.ask(p.SealSlot(computed.ticket, step.after.digest, recompute=True)), p.PeerDone
     )
+
+
+def test_a_replica_that_goes_meanwhile_is_no_reason_to_send_the_image(setting: Setting) -> None:
+    """Nothing could not be computed: the sender is to open the replica again."""
+    answers: list[p.PeerReply] = []
+    setting.host._tickets._not_computed(12345, answers.append, "its process for this is gone")
+    (refused,) = answers
+    assert isinstance(refused, p.PeerRefused)
+    assert refused.code == "unknown"
 
 
 def test_gradients_that_do_not_fit_are_refused_and_a_host_that_computes_nothing_says_so(

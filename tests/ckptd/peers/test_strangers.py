@@ -5,7 +5,6 @@ honest peer beside them.
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -14,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,14 +51,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     friend = Keys.create(made.folder / "friend")
     trust(made.keys_dir, "friend", friend.public)
     trust(made.folder / "friend", "n0", Keys.load(made.keys_dir).public)
-    usual = made.spawn
-
-    def spawn(*flags: str) -> subprocess.Popen[bytes]:
-        process = usual(*flags)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (FEW, FEW))
-        return process
-
-    monkeypatch.setattr(made, "spawn", spawn)
+    monkeypatch.setattr(made, "spawn", partial(made.spawn, files=FEW))
     made.launch()
     yield made
     made.clean_up()

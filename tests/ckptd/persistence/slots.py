@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence.keeper_wire import SnapshotId
 from ckptd.storage.image import ImageLayout, seal
 from ckptd.storage.image_format import TensorEntry
+from tests.ckptd import running
 from tests.ckptd.memory.fresh import put_header
 
 WINDOW = 2
@@ -24,14 +26,9 @@ def descriptor(
     rank: int = 0, *, world_size: int = 1, partial: bool = False, client: bytes = b""
 ) -> SegmentDescriptor:
     """Of a rank with two operators; with ``partial``, of two experts and the rest."""
-    return SegmentDescriptor(
-        job="job",
-        run="run",
+    return running.descriptor(
         rank=rank,
         world_size=world_size,
-        topology="dp1",
-        layout_version=1,
-        generation=0,
         node_id="n",
         created_at_ns=1,
         window=WINDOW,
@@ -105,3 +102,12 @@ def fill(
     )
     put_header(segment.buffer, segment.geometry, index, header)
     return SnapshotId(segment.generation, iteration, epoch, iteration + 1)
+
+
+def three_snapshots(store: SegmentStore) -> Iterator[Segment]:
+    """A segment of four slots with iterations 0 to 2, closed afterwards; for fixtures."""
+    made = store.create(descriptor(), 4, 1 << 20)
+    for iteration in range(3):
+        fill(made, iteration, iteration)
+    yield made
+    made.close()

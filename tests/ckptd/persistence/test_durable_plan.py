@@ -53,25 +53,39 @@ class Rank:
         self.segment: Segment = segment_store(folder).create(made, slots, 1 << 20)
         self.name = w.RankName("job", "run", rank)
 
-    def store(self, end: int, says: bytes, *, epoch: int = 1, without: int = -1) -> list[w.StoredSlot]:
+    def store(
+        self,
+        end: int,
+        says: bytes,
+        *,
+        epoch: int = 1,
+        without: int = -1,
+        damaged: int = -1,
+        newest_first: bool = False,
+    ) -> list[Any]:
         """Take the last window of snapshots before ``end``, and store them; ``without``: not this one."""
         taken = [
             fill(self.segment, i % self.slots, i, epoch=epoch, partial=True, scalars=says)
             for i in range(end - WINDOW + 1, end + 1)
         ]
+        if damaged >= 0:
+            header = self.segment.header(damaged % self.slots)
+            assert header is not None
+            self.segment.image(damaged % self.slots, header)[:8] = b"\xff" * 8
         self.taken = taken
         path = str(self.segment.path)
         places = [w.SlotPlace(each, path, each.iteration % self.slots) for each in taken]
         checkpoint = tuple((each, each.iteration % WINDOW) for each in taken)
-        return [
+        found = [
             self.desk.ask(
                 w.StoreSlot,
                 *(self.name, place.snapshot, path, place.index),
-                *(tuple(places[number + 1 :]), checkpoint, places[-1]),
+                *(tuple(places[number + 1 :]), checkpoint, places[-1], places[0]),
             )
-            for number, place in enumerate(places)
+            for number, place in sorted(enumerate(places), reverse=newest_first)
             if place.snapshot.iteration != without
         ]
+        return found[::-1] if newest_first else found
 
     def commit(self) -> Any:
         return self.desk.commit(self.segment, *self.taken)
@@ -223,6 +237,23 @@ def test_ranks_that_do_not_have_the_last_checkpoint_go_by_the_one_that_all_have(
         each.segment.close()
 
 
+def test_the_choice_does_not_depend_on_which_snapshot_is_stored_first(
+    desk: Desk, tmp_path: Path, folder: Path
+) -> None:
+    """The daemon asks for two at a time, and the threads of a keeper take either one first."""
+    ranks = [Rank(desk, tmp_path / f"memory{i}", i, 2) for i in range(2)]
+    desk.open(1)
+    for end in (2, 5, 7):
+        for number, each in enumerate(ranks):
+            each.checkpoint(end, newest_first=number == 1)
+    assert {found.end for found in desk.find(0, 1)} == {2, 5, 7}
+    for number in range(2):
+        assert listed(folder, 5, number) == [(1, 0, {"expert.1"}), (4, 1, {"expert.0"}), (5, 4, REST)]
+        assert listed(folder, 7, number) == [(4, 1, {"expert.0"}), (7, 4, {*REST, "expert.1"})]
+    for each in ranks:
+        each.segment.close()
+
+
 def test_ranks_that_chose_differently_have_no_checkpoint_in_common(
     desk: Desk, tmp_path: Path, folder: Path
 ) -> None:
@@ -255,6 +286,16 @@ def test_a_rank_whose_ring_is_too_small_to_go_on_from_old_copies_stores_all_and_
         assert newest == (2 if end == 5 else end)
     for each in (wide, narrow):
         each.segment.close()
+
+
+@pytest.mark.parametrize("says", [scalars(), msgspec.msgpack.encode({"rng": 1})])
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_a_damaged_older_snapshot_is_refused_as_such(rank: Rank, says: bytes, newest_first: bool) -> None:
+    """It was an internal error of the keeper."""
+    rank.checkpoint(2)
+    older, newest = rank.store(5, says, damaged=4, newest_first=newest_first)
+    assert (older.code, "iteration 4 is damaged in memory" in older.reason) == (w.FailureCode.LOST, True)
+    assert newest.uploaded_bytes > 2 * FRESH_BYTES  # with its expert
 
 
 def test_a_history_that_was_abandoned_is_not_referred_to(rank: Rank, folder: Path) -> None:
@@ -298,6 +339,14 @@ def test_what_a_manifest_refers_to_is_never_deleted_and_nothing_else_stays(rank:
     left = {o.info.key for objects in catalog.objects.values() for o in objects if o.name.iteration < 20}
     assert {key for key in needed if key in left} == left
     assert len({manifest.start for manifest in kept}) == 2
+
+
+def test_what_is_not_stored_does_not_count_as_spared(rank: Rank) -> None:
+    rank.checkpoint(2)
+    rank.checkpoint(5)
+    older, newest = rank.store(7, scalars())
+    assert (older.size_bytes, older.uploaded_bytes) == (0, 0)
+    assert newest.size_bytes > 2 * FRESH_BYTES
 
 
 def test_what_was_stored_for_one_checkpoint_is_asked_for_again(rank: Rank) -> None:

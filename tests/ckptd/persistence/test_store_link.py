@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.memory.segment_file import Segment
@@ -84,7 +85,8 @@ class Loop:
 
 @pytest.fixture
 def segment(tmp_path: Path) -> Iterator[Segment]:
-    made = segment_store(tmp_path / "shm").create(descriptor(), 6, 1 << 20)
+    told = descriptor(client=msgspec.msgpack.encode({"policy": "partial", "operators": []}))
+    made = segment_store(tmp_path / "shm").create(told, 6, 1 << 20)
     yield made
     made.close()
 
@@ -119,7 +121,7 @@ def test_a_keeper_that_dies_over_the_question_what_is_durable_is_not_the_end_of_
     loop.run_until(lambda: bool(answers))
     (holdings,) = answers
     assert isinstance(holdings, Holdings), holdings
-    assert [len(segment.slots) for segment in holdings.segments] == [2]
+    assert [(len(segment.slots), segment.partial) for segment in holdings.segments] == [(2, True)]
     assert loop.child.pid not in (0, killed, second)
     assert ["SIGKILL" in reason for reason in loop.died] == [True, True]
 

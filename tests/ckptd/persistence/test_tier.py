@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from msgspec.msgpack import encode
-from msgspec.structs import replace as replace_struct
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import RankKey
@@ -86,7 +85,7 @@ def test_a_rank_that_has_no_memory_yet_is_not_forgotten(daemon: Daemon) -> None:
 def test_of_partial_snapshots_alone_a_part_is_stored(daemon: Daemon, policy: str) -> None:
     """A replay needs all of an older snapshot."""
     daemon.tier.join(RANK, 1, 1, -1)
-    told = replace_struct(descriptor(partial=True), client=encode({"operators": [], "policy": policy}))
+    told = descriptor(partial=True, client=encode({"operators": [], "policy": policy}))
     segment = daemon.store.create(told, 6, 1 << 20)
     for iteration in (1, 2):
         fill(segment, iteration, iteration, partial=True)

@@ -12,6 +12,7 @@ from ckptd.core.slots.segment_format import slot_view
 from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.recompute import gradient_puts
 from ckptd.recompute.gradient_puts import GradientOffers, PutOfPieces, offer_of
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from tests.ckptd.memory.fresh import put_header
@@ -50,7 +51,7 @@ def test_an_offer_has_the_base_and_fewer_bytes_than_a_third_of_the_image(
     assert offer is not None
     assert offer.base == step.before.header.iteration
     assert offer.put_bytes < header.image_len / 3
-    assert max(at + len(piece) for at, piece in offer.pieces) == header.image_len + offer.bytes_behind
+    assert max(at + len(piece) for at, piece in offer.pieces) <= header.image_len + offer.bytes_behind
     assert offer_of(segment, 1, header) is None
 
 
@@ -74,6 +75,42 @@ def test_a_snapshot_that_could_not_be_computed_goes_whole_at_once_and_others_lat
     assert [offers.of("n", key(n), segment, 0) is None for n in range(5, 10)] == [True] * 4 + [False]
     offers.accepted("n")
     assert offers.of("n", key(10), segment, 0) is not None
+
+
+def test_a_snapshot_that_is_left_out_counts_once_and_is_not_looked_at(segment: Segment) -> None:
+    """Its slot may be asked for several times, while the peer has none."""
+    offers = GradientOffers()
+    offers.failed("n", key(1), "other bits")
+    assert [offers.of("n", key(n), segment, 0) for n in (1, 2, 2, 2, 3)] == [None] * 5
+    assert offers._made is None
+    assert offers.of("n", key(4), segment, 0) is not None
+
+
+def test_a_peer_that_always_declines_costs_little(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is offered the next snapshot at once, then fewer of them; and none is packed for it."""
+
+    def pack(*_: object) -> list[tuple[int, memoryview]]:
+        raise AssertionError("nobody has taken it")
+
+    monkeypatch.setattr(gradient_puts, "pack_pieces", pack)
+    offers, offered = GradientOffers(), []
+    for n in range(60):
+        if offers.of("n", key(n), segment, 0) is not None:
+            offered.append(n)
+            offers.declined("n", "no torch")
+    assert offered == [0, 1, 3, 7, 15, 31, 47]
+    offers.accepted("n")
+    assert offers.of("n", key(60), segment, 0) is not None
+
+
+def test_gradients_that_take_more_bytes_than_the_image_do_not_go(
+    segment: Segment, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = memoryview(bytes(step.after.header.image_len))
+    monkeypatch.setattr(gradient_puts, "pack_pieces", lambda *_: [(0, piece)])
+    offer = offer_of(segment, 0, step.after.header)
+    assert offer is not None
+    assert offer.pieces == ()
 
 
 def test_a_segment_that_was_given_back_is_not_kept_mapped(segment: Segment) -> None:

@@ -28,6 +28,8 @@ for line in sys.stdin:
     name = os.path.basename(json.loads(line)["path"])
     if name == "hangs":
         time.sleep(1000)
+    if name == "slow":
+        time.sleep(0.5)
     if name == "dies":
         sys.exit("out of memory")
     answer = {"failed": "no gradients"} if name == "fails" else {"computed_bytes": 12}
@@ -62,6 +64,11 @@ class Side:
 
     def ask(self, name: str, *, timeout_s: float = 60.0) -> int | str:
         before = len(self.answers)
+        self.submit(name, timeout_s)
+        self.until(lambda: len(self.answers) > before, "an answer")
+        return self.answers[-1]
+
+    def submit(self, name: str, timeout_s: float = 60.0) -> None:
         self.recomputation.compute(
             f"/{name}",
             4096,
@@ -71,8 +78,6 @@ class Side:
             done=self.answers.append,
             failed=self.answers.append,
         )
-        self.until(lambda: len(self.answers) > before, "an answer")
-        return self.answers[-1]
 
 
 @contextmanager
@@ -108,11 +113,39 @@ def test_it_starts_when_it_is_asked_for_and_answers(side: Side) -> None:
 )
 def test_a_process_that_is_gone_is_started_again_after_a_while(side: Side, name: str, why: str) -> None:
     side.until(side.ready, "a process")
-    assert why in str(side.ask(name, timeout_s=60.0 if name != "hangs" else 0.2))
+    assert why in str(side.ask(name, timeout_s=60.0 if name != "hangs" else 2.0))
     assert side.recomputation.pid == 0
     assert why in side.recomputation.why_not()
     side.now_s += 120.0
     side.until(side.ready, "another process")
+    assert side.ask("slot") == 12
+
+
+def test_a_request_that_waited_behind_one_without_an_answer_fails_with_it(side: Side) -> None:
+    """Its thread must not talk with a process that is being ended, whose descriptors others have by then."""
+    side.until(side.ready, "a process")
+    files = set(os.listdir("/proc/self/fd"))
+    process = side.recomputation.pid
+    side.submit("hangs", 2.0)  # half of it must be left when the thread begins
+    assert side.recomputation.why_not() == ""
+    side.submit("slot")
+    assert side.recomputation.why_not() == "other snapshots wait to be computed"
+    side.until(lambda: len(side.answers) == 2, "both answers")
+    assert side.answers == ["its process for this is gone: it did not answer in time, and was killed"] * 2
+    assert side.events.counters["event.recompute_unavailable"] == 1
+    assert not os.path.exists(f"/proc/{process}")
+    assert len(set(os.listdir("/proc/self/fd"))) == len(files) - 3, "the pipes, and its error output"
+    assert side.recomputation.pid == 0
+
+
+def test_a_request_does_not_end_the_process_for_the_time_that_others_took(side: Side) -> None:
+    side.until(side.ready, "a process")
+    process = side.recomputation.pid
+    side.submit("slow")
+    side.submit("slot", 0.2)
+    side.until(lambda: len(side.answers) == 2, "both answers")
+    assert side.answers == [12, "snapshots before it took too long"]
+    assert side.recomputation.pid == process
     assert side.ask("slot") == 12
 
 
@@ -135,6 +168,12 @@ def test_without_torch_the_reason_is_said_once_and_to_whoever_asks(
         side.until(lambda: "starting" not in side.recomputation.why_not(), "the end of the process")
         assert "ImportError: No module named torch here" in side.recomputation.why_not()
         assert side.events.counters["event.recompute_unavailable"] == 1
+        side.now_s += 120.0
+        assert "starting" in side.recomputation.why_not()
+        side.until(lambda: "starting" not in side.recomputation.why_not(), "the end of the second process")
+        assert side.events.counters["event.recompute_unavailable"] == 1
+        side.now_s += 61.0
+        assert "starting" not in side.recomputation.why_not(), "the second pause is twice as long"
         side.recomputation.compute(
             "/slot", 1, _PLACE, _PLACE, timeout_s=1.0, done=side.answers.append, failed=side.answers.append
         )
@@ -155,7 +194,7 @@ def test_it_ends_when_nobody_needs_it_and_with_the_daemon(tmp_path: Path) -> Non
         assert side.recomputation.pid == first
         side.recomputation.tick(side.now_s + 61.0)
         assert side.recomputation.pid == 0
-        assert not os.path.exists(f"/proc/{first}")
+        eventually(lambda: not os.path.exists(f"/proc/{first}"), "its end")
         side.until(side.ready, "another process")
         second = side.recomputation.pid
         side.recomputation.close()

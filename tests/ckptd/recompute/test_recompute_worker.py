@@ -104,6 +104,36 @@ def test_what_cannot_be_computed_says_why(changes: dict[str, Any], why: str) -> 
         recompute(*slots_of(step, changed(step, **changes)))
 
 
+def swapped(step: Step, **changes: Any) -> UpdateRecord:
+    """A record that says something else of the first parameter."""
+    first, *others = step.record.groups[0].parameters
+    return changed(step, parameters=[msgspec.structs.replace(first, **changes), *others])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "changes", "why"),
+    [
+        ("AdamW", ADAM, {"states": {"exp_avg": "small", "exp_avg_sq": "small"}}, r"'small' is .*\(16,\)"),
+        ("AdamW", ADAM, {"states": {"exp_avg": "buffer/seen"}}, "'buffer/seen' has dtype U8"),
+        ("AdamW", ADAM, {"states": {"step": "a"}}, "'step', and no other state of 'a'"),
+        (
+            "AdamW",
+            ADAM,
+            {"scalars": {"exp_avg": ("ckptd.optim_scalars/F32", 0)}},
+            "'step', and no other state of 'a'",
+        ),
+        ("SGD", SGD, {"states": {"momentum_buffer": "small"}}, r"'small' is .*\(16,\)"),
+    ],
+)
+def test_state_that_is_not_like_its_weight_is_refused_before_the_step(
+    optimizer: str, options: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    """A fused kernel would write beyond it, into the memory of others."""
+    step = step_of(optimizer, **options, fused=True, small=True)
+    with pytest.raises(CannotRecompute, match=why):
+        recompute(*slots_of(step, swapped(step, **changes)))
+
+
 def test_a_gap_is_noticed() -> None:
     """The base is not the snapshot that the gradients continue."""
     step = step_of("SGD", **SGD)
@@ -140,6 +170,20 @@ def in_file(path: Path, base: Slot, slot: Slot) -> str:
         for name, of, offset in (("base", base, 0), ("slot", slot, SLOT_BYTES))
     }
     return json.dumps({"path": str(path), "slot_bytes": SLOT_BYTES, **places}) + "\n"
+
+
+def test_no_request_ends_the_process_or_keeps_the_file_mapped(tmp_path: Path) -> None:
+    """The second one names an empty weight, of which torch makes no tensor."""
+    path, step = tmp_path / "segment", step_of("AdamW", **ADAM, small=True)
+    good, bad = slots_of(step), slots_of(step, swapped(step, weight="empty", states={}, scalars={}))
+    answers = io.StringIO()
+    for slots in (good, bad, good):
+        serve(io.StringIO(in_file(path, *slots)), answers)
+        assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    first, second, third = map(json.loads, answers.getvalue().splitlines())
+    assert first == third
+    assert first["computed_bytes"] > 0
+    assert "ValueError" in second["failed"]
 
 
 def test_the_successor_of_a_killed_daemon_sees_the_slot_that_is_computed(

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import msgspec
-
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.segment_format import (
     SlotHeader,
@@ -172,9 +170,7 @@ class Setting:
     doubts: CopyDoubts = field(init=False)
 
     def make(self, rank: int, num_slots: int = 2, slot_bytes: int = MIB) -> Segment:
-        told = msgspec.structs.replace(
-            descriptor(), rank=rank, node_id="here", created_at_ns=1, window=1, num_operators=1
-        )
+        told = descriptor(rank=rank, node_id="here", created_at_ns=1, window=1, num_operators=1)
         segment = self.store.create(told, num_slots, slot_bytes)
         self.segments[segment.path.name] = segment
         return segment

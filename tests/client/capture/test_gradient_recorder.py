@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ckptd.client.capture import gradient_recorder
 from ckptd.client.capture.gradient_recorder import GradientCopy, GradientRecorder
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
@@ -60,6 +62,16 @@ class Training:
         plan = self.plan() if plan is None else plan
         room = plan.layout.image_len + gradient_room(self.binding, plan)
         return self.recorder.take(step, plan, previous, room)
+
+    def two_snapshots(self) -> Iterator[tuple[int, PhasePlan, GradientCopy]]:
+        """Those of steps 4 and 5, of which there are gradients."""
+        self.take(3, -1)
+        for step in (4, 5):
+            self.step()
+            plan = self.plan()
+            found = self.take(step, step - 1, plan)
+            assert found is not None
+            yield step, plan, found
 
 
 def record_of(found: GradientCopy | None) -> UpdateRecord:
@@ -139,12 +151,7 @@ def copied(training: Training, plan: PhasePlan, found: GradientCopy) -> memoryvi
 def test_gradients_that_were_zeroed_while_they_were_copied_are_none(caplog: pytest.LogCaptureFixture) -> None:
     """``set_to_none=False`` between the top and the end of the copy; later ones are copied at the top."""
     training = Training()
-    training.take(3, -1)
-    for step in (4, 5):
-        training.step()
-        plan = training.plan()
-        found = training.take(step, step - 1, plan)
-        assert found is not None
+    for step, plan, found in training.two_snapshots():
         assert found.at_once == (step == 5)
         if step == 4:
             training.optimizer.zero_grad(set_to_none=False)
@@ -248,3 +255,56 @@ def test_a_slot_without_room_gets_what_fits(caplog: pytest.LogCaptureFixture) ->
     plan = training.plan()
     assert updated(training.recorder.take(4, plan, 3, plan.layout.image_len)) == {}
     assert "no room for 4 gradients" in caplog.text
+
+
+def test_gradients_are_kept_only_of_what_can_go(caplog: pytest.LogCaptureFixture) -> None:
+    """``zero_grad()`` is to free the memory of all others."""
+    training = Training()
+    training.optimizer.zero_grad()
+    weight = training.model.get_parameter("0.weight")
+    weight.data = weight.data.t().contiguous().t()
+    training.step()
+    assert training.recorder._steps == {0: None}, "there is no snapshot to go on from"
+    training.take(3, -1)
+    training.step()
+    held = training.recorder._steps[0]
+    assert held is not None
+    assert held.gradients.keys() == set(NAMES[1:])
+    assert set(updated(training.take(4, 3))) == set(NAMES[1:])
+    assert not caplog.text
+
+
+def test_nothing_is_kept_if_nothing_can_go(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights without optimizer state: their gradients take as many bytes."""
+    training = Training(torch.optim.SGD)
+    for step in (3, 4):
+        assert training.take(step, step - 1) is None
+        training.step()
+        assert training.recorder._steps == {0: None}
+    assert caplog.text.count("there is no weight with optimizer state") == 1
+
+
+@pytest.mark.parametrize("part", ["_Block", "write_block"])
+def test_what_is_for_peers_alone_does_not_cost_the_snapshot(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    for _, plan, found in training.two_snapshots():
+        with monkeypatch.context() as broken:
+            broken.setattr(gradient_recorder, part, lambda *_, **__: 1 // 0)
+            slot = copied(training, plan, found)
+        assert read_block(slot, plan.layout.image_len, iteration=4, sequence=9) is None
+    assert caplog.text.count("ZeroDivisionError") == 1
+
+
+def test_a_gradient_without_a_version_costs_neither_the_step_nor_the_snapshot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    training = Training()
+    training.take(3, -1)
+    with torch.inference_mode():
+        gradient = torch.zeros(5)
+    training.model.get_parameter("0.bias").grad = gradient
+    training.recorder.hold(0)
+    assert training.take(4, 3) is None
+    assert "Inference tensors do not track version counter" in caplog.text

@@ -19,6 +19,7 @@ from ckptd.client.in_process import restarts
 from ckptd.client.in_process.restarts import InProcessRestarts, Modes, in_process_restarts
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.restart_line import LINE_VARIABLE, HostEnd, NextEpoch, TrainerEnd, inherited_line
+from tests.ckptd.restart_ends import inherited_end
 
 EPOCH = NextEpoch(1, {"CKPTD_TEST_EPOCH": "1"}, "rank 1: SIGKILL")
 
@@ -32,16 +33,11 @@ def host() -> Iterator[HostEnd]:
 
 @pytest.fixture
 def line(host: HostEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerEnd]:
-    inherited_line.cache_clear()
-    monkeypatch.setenv(LINE_VARIABLE, str(host.descriptor))
     monkeypatch.setenv("CKPTD_TEST_EPOCH", "0")
-    end = inherited_line()
-    assert end is not None
-    yield end
-    inherited_line.cache_clear()
-    host.close()
-    no_thread()
-    end._socket.close()
+    with inherited_end(host, monkeypatch) as end:
+        yield end
+        host.close()
+        no_thread()
 
 
 def no_thread() -> None:

@@ -5,8 +5,6 @@ goes on at the same bits.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from ckptd.export.store_source import open_stored
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.export.samples import segment_folder
 from tests.ckptd.running import small_tmpfs
+from tests.client import reshard
 from tests.client.exporting import (
     MoE,
     Trained,
@@ -46,11 +45,15 @@ from tests.client.exporting import (
 )
 from tests.client.shared_images import SharedRun
 from tests.e2e.precision_cases import BlockAdam
+from tests.forked import Forked
 from tests.long import long
 from tests.option_groups import grouped
 
-# That there is no process group is meant.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    # That there is no process group is meant.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("forked_child"),
+]
 
 ROOT = Path(__file__).resolve().parents[3]
 TOTAL, AT = 9, 7
@@ -195,23 +198,11 @@ def test_two_ranks_load_their_shards(exported: Path, dense: Trained, tmp_path: P
     """Resharding is torch's own: the checkpoint was written by one process and is loaded by two."""
     torch.save(dense.live[AT], tmp_path / "expected.pt")
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.client.reshard", str(exported), str(tmp_path)],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Forked(reshard.main, exported, tmp_path, env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"})
         for rank in range(2)
     ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
 
 
 def with_two_groups(model: nn.Module) -> torch.optim.AdamW:

@@ -128,6 +128,7 @@ def test_a_folder_of_safetensors_is_never_taken_for_pickles(tmp_path: Path, mark
     assert not marker.exists()
 
 
+@pytest.mark.usefixtures("forked_child")
 def test_a_checkpoint_of_torch_must_be_named_as_one(
     tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +263,14 @@ def test_a_file_that_is_no_pickle_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"hello", b"\x80\x04", b"\x80\x05" + b"(" * 100_000):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(MetadataRefused, match="is no metadata of a checkpoint"):
+            read_dcp_metadata(tmp_path)
+
+
+def test_a_pickle_that_numbers_its_values_as_it_likes_takes_no_memory(tmp_path: Path) -> None:
+    """Fuzzing found that eight bytes took gigabytes: an unpickler has room for all lower numbers."""
+    for number in (0x0A000000, 0xFFFFFFFF):
+        (tmp_path / ".metadata").write_bytes(b"\x80\x02Nr" + number.to_bytes(4, "little") + b".")
+        with pytest.raises(MetadataRefused, match=f"its value number 0 has the number {number}"):
             read_dcp_metadata(tmp_path)
 
 

@@ -243,6 +243,7 @@ def test_a_mismatch_ends_the_constructor(endpoint: str, tmp_path: Path) -> None:
         Checkpointer(model, make_adamw(model), **options)
 
 
+@pytest.mark.usefixtures("forked_child")
 def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(endpoint: str, tmp_path: Path) -> None:
     """DCP there, a set here: parameters, optimizer state and options; what is of another optimizer
     is refused.

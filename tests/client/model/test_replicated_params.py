@@ -39,7 +39,7 @@ from ckptd.client.schedule.snapshot_plan import (
     plan_from_payload,
 )
 from ckptd.core.schedule import Ordering
-from ckptd.core.slots.segment_format import plan_geometry
+from ckptd.core.slots.segment_format import ReplicaGroup, plan_geometry
 from ckptd.core.snapshot_policy import OperatorKind
 from tests.client.doubled import Doubled
 from tests.client.rank_threads import outcomes
@@ -339,6 +339,19 @@ class TestPlans:
         assert sharing.ranks_with_same_operators([of["a"], of["b"]], 1) == (0,)
         assert sharing.ranks_with_same_operators(list(of.values()), 1) == ()
         assert sharing.ranks_with_same_operators([], 1) == ()
+
+    def test_daemons_learn_what_is_replicated_on_which_ranks(self) -> None:
+        three = Replicas((0, 1, 2), None)
+        sharing = ReplicatedParams({"b": three, "a": BOTH, "c": three})
+        assert sharing.replica_groups() == (ReplicaGroup((0, 1), ("a",)), ReplicaGroup((0, 1, 2), ("b", "c")))
+        assert NOTHING_SHARED.replica_groups() == ()
+
+    def test_a_descriptor_can_hold_what_daemons_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is cut, since a descriptor that is refused would leave the job without snapshots."""
+        monkeypatch.setattr(sharing_module, "MAX_GROUP_RANKS", 2)
+        monkeypatch.setattr(sharing_module, "MAX_REPLICA_GROUPS", 1)
+        groups = {"a": Replicas((0, 1, 2), None), "b": BOTH, "c": Replicas((0, 2), None)}
+        assert ReplicatedParams(groups).replica_groups() == (ReplicaGroup((0, 1), ("b",)),)
 
     def test_what_is_shared_costs_each_its_part(self) -> None:
         binding = bound(Net())

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import Checkpointer
+from ckptd.client.pipeline import bubble_watch
 from ckptd.client.pipeline.bubble_watch import BubbleWatch, CopyPacer, Unwatchable, orders_of
 from ckptd.core.bubbles import UNIT_DURATIONS, ActionKind, by_kind, parse_actions, rank_bubbles
 from tests.option_groups import grouped
@@ -140,6 +141,10 @@ class Alone:
         self.schedule._step_microbatches([()] * 5, [{}] * 5)
 
 
+def too_long(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("all ranks were played while the job trains")
+
+
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize("index", [0, 1, RANKS - 1])
 def test_a_schedule_runs_as_its_orders_say_and_its_waits_are_measured(
@@ -149,7 +154,8 @@ def test_a_schedule_runs_as_its_orders_say_and_its_waits_are_measured(
     alone = Alone(kind, index, clock, monkeypatch)
     before = torch_schedules._wait_batch_p2p
     watch = BubbleWatch(alone.schedule, float, clock)
-    with watch.listening():
+    with watch.listening(), monkeypatch.context() as patch:
+        patch.setattr(bubble_watch, "rank_bubbles", too_long)
         for _ in range(4):
             watch.top()
             alone.seen.clear()
@@ -194,8 +200,8 @@ def test_copies_run_while_a_stage_waits_and_only_then(monkeypatch: pytest.Monkey
             if not enabled:
                 assert opened == []
     assert not watch.pacer.enabled
-    # The first stage receives gradients only. At first the gap is as predicted, before the first backward.
-    assert opened == [(True, 5), (False, 5)]
+    # The first stage receives gradients only: it waits before each of its five backwards.
+    assert opened == [(is_open, before) for before in range(5, 10) for is_open in (True, False)]
 
 
 def test_a_pipeline_of_one_stage_has_no_bubbles() -> None:
@@ -238,9 +244,14 @@ def paced(clock: Clock, *, gap_s: float = 10.0, window_s: float = 1000.0) -> Cop
     return pacer
 
 
+def begin(pacer: CopyPacer, total_bytes: int) -> None:
+    pacer.begin()
+    pacer.plan(total_bytes)
+
+
 def test_a_piece_waits_for_a_bubble() -> None:
     pacer = paced(Clock())
-    pacer.begin(500)
+    begin(pacer, 500)
     copier = Copier(pacer, 100)
     assert copier.is_held()
     pacer.bubble(True)
@@ -258,7 +269,7 @@ def test_a_piece_waits_for_a_bubble() -> None:
 def test_what_does_not_fit_into_bubbles_does_not_wait() -> None:
     """Nine tenths of a bubble are used: 450 bytes of 500 fit."""
     pacer = paced(Clock(), gap_s=5.0)
-    pacer.begin(500)
+    begin(pacer, 500)
     pacer.admit(50)
     copier = Copier(pacer, 100)
     assert copier.is_held()
@@ -266,10 +277,18 @@ def test_what_does_not_fit_into_bubbles_does_not_wait() -> None:
     assert copier.ends()
 
 
+def test_training_may_wait_before_the_copy_thread_has_planned() -> None:
+    pacer = paced(Clock())
+    pacer.begin()
+    pacer.hurry()
+    pacer.plan(500)
+    assert Copier(pacer, 100).ends()
+
+
 @pytest.mark.parametrize("rate_known", [True, False])
 def test_without_bubbles_or_a_rate_nothing_waits(rate_known: bool) -> None:
     pacer = paced(Clock(), gap_s=0.0) if rate_known else CopyPacer(lambda: [9.0], lambda: 1e3, Clock())
-    pacer.begin(300)
+    begin(pacer, 300)
     for _ in range(3):
         pacer.admit(100)
     assert pacer.bytes_inside == 0
@@ -278,14 +297,14 @@ def test_without_bubbles_or_a_rate_nothing_waits(rate_known: bool) -> None:
 def test_nothing_waits_when_the_rest_just_fits_before_the_optimizers_step() -> None:
     clock = Clock()
     pacer = paced(clock, window_s=100.0)
-    pacer.begin(200)  # 2 s of copies, and half as many for caution: until 90 - 3
+    begin(pacer, 200)  # 2 s of copies, and half as many for caution: until 90 - 3
     copier = Copier(pacer, 100)
     assert copier.is_held()
     clock.now = 87.5
     pacer.bubble(False)  # nobody tells the thread
     assert copier.is_held()
     later = paced(clock, window_s=1.0)
-    later.begin(200)
+    begin(later, 200)
     later.admit(100)
     later.admit(100)
     pacer.hurry()

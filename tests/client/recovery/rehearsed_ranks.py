@@ -95,7 +95,3 @@ def main(endpoint: str, run: str, what: str, rank: int, world_size: int, steps: 
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:7]), sys.argv[7])  # type: ignore[call-arg, arg-type]

@@ -11,8 +11,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +23,11 @@ from torch import Tensor, nn
 from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
 from ckptd.client.model import snapshot_layout
 from ckptd.client.recovery import rehearsal as rehearsal_module
-from tests.e2e.lives import free_port
+from tests.client.recovery import rehearsed_ranks
+from tests.forked import Forked
 from tests.habits.optimizers import MAKERS, package_of
+from tests.long import long
+from tests.ports import free_port
 
 _STEPS = 0
 DENSE = SnapshotOptions(policy="dense")
@@ -345,15 +346,9 @@ def begin(
     ranks: int = 1,
     steps: int = 10,
     port: int = 0,
-) -> subprocess.Popen[str]:
-    told = (endpoint, run, what, str(rank), str(ranks), str(steps), str(port))
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.client.recovery.rehearsed_ranks", *told],
-        env={**os.environ, "DIED": str(folder / "died")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+) -> Forked:
+    env = {**os.environ, "DIED": str(folder / "died")}
+    return Forked(rehearsed_ranks.main, endpoint, run, what, rank, ranks, steps, str(port), env=env)
 
 
 def test_a_kill_in_the_middle_of_it_costs_nothing(endpoint: str, tmp_path: Path) -> None:
@@ -372,7 +367,7 @@ def test_a_kill_in_the_middle_of_it_costs_nothing(endpoint: str, tmp_path: Path)
     assert resumed["weights"] == plain["weights"]
 
 
-@pytest.mark.parametrize("what", ["communicates", "ddp"])
+@pytest.mark.parametrize("what", ["communicates", pytest.param("ddp", marks=long)])
 def test_ranks_do_not_wait_for_a_copy(endpoint: str, tmp_path: Path, what: str) -> None:
     """A copy's step that communicated would hang, or mix up what the ranks send each other: it is
     kept from it, which is said. Ranks of DDP rehearse, each for itself.

@@ -98,6 +98,7 @@ def test_two_recoveries_count_no_token_twice(fused: bool) -> None:
         "weights and optimizer state of 2 of 3 experts are those of earlier iterations, from 8 on"
         in found.text
     )
+    assert found.text.endswith("; here most by experts.0 (10, of iteration 8), experts.2 (1, of iteration 9)")
 
     # Expert 0 was in no snapshot between the recoveries: the 10 tokens are lost once.
     count(24, 4, 9)

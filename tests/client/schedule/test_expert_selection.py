@@ -28,7 +28,7 @@ class Layer(nn.Module):
 class Run:
     """Snapshots of a rank, one at a time; ``given`` has the tokens so far, by container."""
 
-    def __init__(self, selection: str, *, every: int = 1, captured: Any = None) -> None:
+    def __init__(self, selection: str, *, every: int = 1, window: int = WINDOW, captured: Any = None) -> None:
         model = nn.ModuleList(Layer() for _ in range(LAYERS))
         binding = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
         operators = discover_operators(model, rows_allowed=binding.rows_allowed)
@@ -36,7 +36,7 @@ class Run:
         options = SnapshotOptions(policy="partial", every=every, partial=PartialOptions(**of))
         inputs = PlanInputs(
             policy="partial",
-            window=WINDOW,
+            window=window,
             every=every,
             budget_bytes=None,
             available_bytes=None,
@@ -89,6 +89,21 @@ def test_then_those_with_the_most_tokens_since_they_were_captured() -> None:
     run.given["1.experts"][2] = 5.0
     run.snapshot()
     assert "1.experts.2" in run.snapshot()
+
+
+def test_further_experts_fill_the_room_that_turns_leave() -> None:
+    """Eight experts in three snapshots: turns of three, three and two. All three may be as large."""
+    run = Run("model", window=3)
+    turns = [run.snapshot() for _ in range(3)]
+    assert sorted(map(len, turns)) == [2, 3, 3]
+    slots = run.plan.slot_bytes
+    for _ in range(9):
+        run.given["0.experts"][0] += 5
+        assert len(run.snapshot()) == 3
+    layouts = [
+        run.plan.phase_plan(run.binding, n, run.found.experts(n)) for n in range(run.step, run.step + 3)
+    ]
+    assert all(found is not None and found[0].layout.image_len <= slots for found in layouts)
 
 
 def test_of_each_layer_as_many_as_take_turns() -> None:

@@ -135,6 +135,22 @@ def test_a_decision_holds_and_is_looked_at_again() -> None:
     assert chooser.mode is CopyMode.BESIDE
 
 
+def test_what_an_earlier_trainer_decided_is_not_tried_again_until_it_is_old() -> None:
+    chooser = CopyModeChooser(again_after=5)
+    assert chooser.take_over(INLINE)
+    assert [chooser.note(1.0) for _ in range(4)] == [INLINE] * 4
+    assert not chooser.take_over(CopyMode.BESIDE), "it has decided"
+    assert chooser.mode is INLINE
+    assert settle(chooser, lambda mode, _: 1.5 if mode is INLINE else 1.0)
+    assert chooser.mode is CopyMode.BESIDE
+
+
+def test_a_mode_that_is_not_to_be_tried_is_not_taken_over() -> None:
+    chooser = CopyModeChooser((CopyMode.BESIDE, IN_BUBBLES))
+    assert not chooser.take_over(INLINE)
+    assert (chooser.mode, chooser.decided) == (CopyMode.BESIDE, False)
+
+
 class Model(nn.Module):
     """One of each kind of reader."""
 

@@ -123,7 +123,7 @@ def test_durable_checkpoints_store_whole_parts_of_the_experts_and_say_so() -> No
     assert found == DurableTurns(3, 8, LOST_TOKENS_LIMIT)
     told = durable_text(found, 4)
     assert "STORES 2 OF 4 PARTS of the experts (persist_experts=3 of 8 in a layer)" in told
-    assert "each expert is stored with one of 3 checkpoints or more often; as many more as keep a PLT" in told
+    assert "each expert is stored at least once in 3 checkpoints; as many more as keep a PLT" in told
     assert durable_text(found, 1) == "a durable checkpoint stores all 8 experts of a layer"
     spread = durable_turns(options(persist_experts=3, num_experts=16, lost_tokens_limit=None), operators(8))
     assert spread == DurableTurns(3, 16, None)

@@ -14,7 +14,15 @@ from ckptd.core.advice.failure_simulation import (
     recorded_failures,
 )
 from ckptd.core.advice.job_shape import RankShape
-from ckptd.core.advice.outlook import Conditions, PolicyOutlook, dense_outlook, window_outlook
+from ckptd.core.advice.outlook import (
+    Conditions,
+    PolicyOutlook,
+    dense_outlook,
+    partial_outlook,
+    persisting,
+    selected_outlook,
+    window_outlook,
+)
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 from ckptd.ctl.advise_command import failures_at_random
 
@@ -26,6 +34,7 @@ OUTLOOKS = [
     window_outlook(EIGHT, CONDITIONS, "sliding", 4),
     window_outlook(EIGHT, CONDITIONS, "aligned", 4),
     window_outlook(EIGHT, replace(CONDITIONS, alone=0.5), "aligned", 4),
+    selected_outlook(EIGHT, replace(CONDITIONS, skew=0.2), 4, every=3),
 ]
 
 
@@ -59,6 +68,72 @@ def test_a_run_by_hand() -> None:
     again = int((200.0 - 103.0 - after_s) / step_s)
     assert run.useful_s == (40 + again) * 2.0
     assert run.lost_s == pytest.approx(101.0 - 40 * step_s + (97.0 - after_s - again * step_s))
+
+
+def test_a_first_snapshot_since_a_failure_has_none_to_be_compared_with() -> None:
+    """Every 2 iterations of 2 s a snapshot; 3 iterations, 1 and 5 between the failures."""
+    outlook = dense_outlook(
+        EIGHT, replace(CONDITIONS, link_Bps=1e9, network_Bps=1e9, verify_iterations=16), 2
+    )
+    assert outlook.replay_s == 4.0
+    step_s, restart_s = 2.0 + outlook.stall_s, outlook.restart_s + outlook.load_s
+    first_s = 7.0 * step_s + 1.0
+    second_s = first_s + restart_s + 4.0 + 3 * step_s + 1.0
+    third_s = second_s + restart_s + 1 * step_s + 1.0
+    fourth_s = third_s + restart_s + 5 * step_s + 1.0
+    run = play(outlook, 2.0, [first_s, second_s, third_s, fourth_s], fourth_s + restart_s + 4.0 + 1.0)
+    # Iterations 6, 8 (the first of its process), again 8, and 12.
+    assert run.useful_s == 12 * 2.0
+    assert run.recovery_s == pytest.approx(4 * restart_s + 2 * 4.0)
+
+
+LOSSES = replace(CONDITIONS, storage_Bps=1e3, loss_mtbf_s=9000.0)
+
+
+@pytest.mark.parametrize(
+    "outlook",
+    [
+        dense_outlook(EIGHT, LOSSES, 20),
+        window_outlook(EIGHT, LOSSES, "sliding", 4),
+        window_outlook(EIGHT, LOSSES, "aligned", 4),
+        partial_outlook(EIGHT, LOSSES, 4, parts=2),
+        window_outlook(EIGHT, replace(LOSSES, alone=0.5), "sliding", 4),
+    ],
+    ids=lambda each: f"{each.choice}, localized {each.localized}",
+)
+def test_played_losses_have_the_ettr_of_the_closed_form(outlook: PolicyOutlook) -> None:
+    hours = 400 * 3600.0
+    drawn, lost = (
+        [list(failures_at_random(mtbf_s, hours, seed)) for seed in seeds]
+        for mtbf_s, seeds in ((LOSSES.mtbf_s, range(10)), (LOSSES.loss_mtbf_s, range(10, 20)))
+    )
+    for every in (outlook.storage.shortest, 12 * outlook.storage.every) if outlook.storage else ():
+        found = persisting(outlook, LOSSES, every)
+        assert mean_ettr(found, 2.0, drawn, hours, lost) == pytest.approx(found.ettr, abs=0.003)
+        run = play(found, 2.0, drawn[0], hours, lost[0])
+        assert run.failures == len(drawn[0]) + len(lost[0])
+        assert run.useful_s + run.stall_s + run.lost_s + run.recovery_s == pytest.approx(hours)
+    assert mean_ettr(outlook, 2.0, drawn, hours) > mean_ettr(outlook, 2.0, drawn, hours, lost)
+
+
+def test_losses_by_hand() -> None:
+    """A checkpoint every 20 iterations of 2 s, each stored within 5.6 s."""
+    storing = replace(CONDITIONS, storage_Bps=1e3, loss_mtbf_s=1e6)
+    found = persisting(dense_outlook(EIGHT, storing, 10), storing, 20)
+    storage = found.storage
+    assert storage is not None
+    assert storage.upload_s == storage.load_s == 5.6
+    # 84.1 s are 42 iterations, of which 40 are in memory, but only 20 in storage: the upload needs 3 of them.
+    run = play(found, 2.0, [], 84.1, [84.1 - 1e-6])
+    assert (run.useful_s, run.failures) == (40.0, 1)
+    assert play(found, 2.0, [84.1 - 1e-6], 84.1).useful_s == 80.0
+    assert play(found, 2.0, [], 86.1, [86.1 - 1e-6]).useful_s == 80.0
+    # A failure during a recovery from storage: loading begins again.
+    run = play(found, 2.0, [86.0], 98.0, [84.0])
+    assert (run.useful_s, run.failures) == (40.0, 2)
+    assert run.recovery_s == pytest.approx(2.0 + 5.0 + 5.6)
+    # Without storage a loss leaves nothing.
+    assert play(OUTLOOKS[1], 2.0, [], 84.1, [84.0]).useful_s == 0.0
 
 
 def test_without_failures_nothing_is_lost_but_the_last_iteration() -> None:

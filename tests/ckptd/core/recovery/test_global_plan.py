@@ -58,12 +58,13 @@ def held(
     window: int = 1,
     table: str = "table",
     generation: int = 0,
+    partial: bool = False,
 ) -> HeldRecords:
     """A segment of a rank; unless said otherwise on the node that is named as the rank."""
     kind = "seg" if own else "rep"
     where = str(rank) if node is None else node
     name = f"r{rank}~g{generation}.{kind}"
-    return HeldRecords(where, name, own, rank, window, table, 4096, tuple(records))
+    return HeldRecords(where, name, own, rank, window, table, 4096, tuple(records), partial=partial)
 
 
 def chain(window: int, first: int, last: int, *, missing: int = -1) -> list[SlotRecord]:
@@ -385,7 +386,8 @@ def durable(number: int, *listed: int) -> HeldRecords:
         for before, t in zip((2, *listed), listed, strict=False)
     ]
     return replace(
-        held(number, records, node=STORE_NODE, own=False, window=3), segment=f"{listed[-1]}/{number}"
+        held(number, records, node=STORE_NODE, own=False, window=3, partial=True),
+        segment=f"{listed[-1]}/{number}",
     )
 
 
@@ -414,6 +416,19 @@ def test_a_rank_that_went_back_to_storage_and_one_whose_memory_is_older_do_not_m
     assert isinstance(plan_recovery([rank(0, 3, 2, 12), back], 2), NoRecovery)
     stored = [durable(number, *listed) for number in range(2)]
     assert of_each_rank(planned([rank(0, 3, 2, 12), back, *stored])) == [[*listed]] * 2
+
+
+def test_numbers_that_a_recovery_left_out_do_not_part_storage_from_memory() -> None:
+    """When all went back to iteration 5, rank 1 had snapshots up to 7: its next one has number 8."""
+    after = [snap(t, 1 << t % 3, sequence=t + 2, epoch=1, epoch_start=5) for t in (6, 7, 8)]
+    level = held(0, [*chain(3, 4, 5), *(replace(r, sequence=r.iteration) for r in after)], window=3)
+    stored = held(1, [*chain(3, 4, 5), after[0]], node=STORE_NODE, own=False, window=3)
+    memory = held(1, after[1:], window=3)
+    plan = planned([level, stored, memory])
+    assert of_each_rank(plan) == [[6, 7, 8]] * 2
+    assert [piece.sources[0].node for piece in plan.per_rank[1]] == [STORE_NODE, "1", "1"]
+    # No iteration is left out, so partial snapshots are not of several durable checkpoints, either.
+    assert planned([replace(each, partial=True) for each in (level, stored, memory)]) == plan
 
 
 def test_durable_checkpoints_that_share_images_are_apart() -> None:
@@ -484,6 +499,25 @@ def test_two_claims_of_one_place_are_told_and_the_owner_is_believed() -> None:
     assert [s.node for s in plan.per_rank[0][0].sources] == ["a", "b"]
     later = [held(0, [snap(4, 1, sequence=9)], node="d", own=False)]
     assert "different" not in planned([*known, *later]).reason, "the claims are both outdated"
+
+
+def test_of_two_claims_of_one_place_the_audited_one_counts() -> None:
+    """Neither the owner nor the number of nodes says which bits a step leads to; an audit does."""
+    mine, theirs = snap(4, 1, digest=b"a" * 16), snap(4, 1, digest=b"b" * 16)
+    known = [
+        held(0, [mine], node="a"),
+        held(0, [mine], node="b", own=False),
+        held(0, [replace(theirs, audited=True)], node="c", own=False),
+        held(0, [theirs], node="d", own=False),
+    ]
+    told = from_wire(to_wire(known))
+    assert [record.audited for h in told for record in h.records] == [False, False, True, False]
+    for each in (known, told):
+        plan = planned(each)
+        assert [s.node for s in plan.per_rank[0][0].sources] == ["c", "d"]
+        assert "that of nodes c, d counts" in plan.reason
+    later = held(0, [snap(4, 1, sequence=9)], node="e")
+    assert planned([*known, later]).per_rank[0][0].record.sequence == 9, "what was filled last, all the same"
 
 
 def test_what_was_reduced_for_storage_is_another_image_of_the_same_snapshot() -> None:
@@ -560,10 +594,20 @@ class Reference:
             if not starts:
                 continue
             chosen = [max(self.runs(n, max(starts), end), key=preferred) for n in ranks]
-            skipping = any(b.sequence != a.sequence + 1 for run in chosen for a, b in itertools.pairwise(run))
+            skipping = any(
+                b.sequence > a.sequence + 1 and b.iteration > a.iteration + 1 and self._partial(number, a)
+                for number, run in enumerate(chosen)
+                for a, b in itertools.pairwise(run)
+            )
             if not skipping or len({tuple(r.iteration for r in run) for run in chosen}) == 1:
                 return end, max(starts)
         return None
+
+    def _partial(self, number: int, record: SlotRecord) -> bool:
+        """Whether the table with this record has partial snapshots."""
+        mine = [(h, r) for h, r in self.every if h.rank == number]
+        tables = {h.operators_id for h, r in mine if identity(r) == identity(record)}
+        return any(h.partial and h.operators_id in tables for h, _ in mine)
 
     def holders(self, number: int, record: SlotRecord, table: str) -> set[SnapshotCopy]:
         return {
@@ -732,6 +776,7 @@ def test_random_cases_against_brute_force(seed: int) -> None:
                     window=operators[number],
                     table=rng.choice(["old", "new"]),
                     generation=generation,
+                    partial=rng.random() < 0.5,
                 )
             )
     check(known, world_size, {n: rng.choice("abcd") for n in range(world_size)})
@@ -779,6 +824,7 @@ HELD = st.builds(
     operators_id=st.text(max_size=5),
     slot_bytes=st.integers(0, 2**50),
     records=st.lists(RECORD, max_size=3).map(tuple),
+    partial=st.booleans(),
 )
 
 
@@ -811,6 +857,7 @@ def test_the_wire_form_is_pinned() -> None:
         (b"\xc1", "cannot be read"),
         (msgspec.msgpack.encode([3]), "cannot be read"),
         (wire(operators=-1), "Expected `int` >= 0"),
+        (wire(operators=1 << 40), "Expected `int` <= 1048576"),  # a bitmap of that many takes 128 GiB
         (wire(rank=-1), "Expected `int` >= 0"),
         (wire(own=1), "Expected `bool`"),
         (wire(state=9), "9 is not a valid SlotState"),

@@ -138,6 +138,8 @@ def test_equal_lists_are_sent_once_as_progressions_and_are_one_object() -> None:
         [[(0, 1, 0)]],
         [[(0, 1 << 23, 4)]],
         [[(-1, 1, 1)]],
+        [[(0, 1, (1 << 20) + 1)]],  # ten bytes that took 600 MiB, fuzzing found
+        [[(0, 1, 1 << 16)], *[[(0, 1, 1 << 16)]] * 16],
         [],
     ],
 )

@@ -40,6 +40,8 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from tests.ckptd.memory.fresh import DESCRIPTOR, make
+from tests.simulation.model import Hint
+from tests.simulation.torn_hints import mixtures
 
 pytestmark = pytest.mark.usefixtures("unvalidated")
 
@@ -509,3 +511,30 @@ def test_foreign_file_names_are_refused(name: str) -> None:
 def test_negative_numbers_are_in_no_name() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         segment_file_name("a", "b", -1, 0)
+
+
+@pytest.mark.parametrize("floor", [-1, 7, 10, 12])
+def test_a_hint_that_was_stored_in_part_promises_nothing_of_an_abandoned_history(floor: int) -> None:
+    """A daemon that dies in between leaves a mixture, from which the next one continues.
+
+    It had the new epoch with the floor of the old one, which the recovery had left behind: the next
+    daemon told all nodes that the new history has a floor there, and each gave away what it had gone
+    back to.
+    """
+    before, after = Hint(10, 12, 3, True, 1 << 12, 14), Hint(floor, -1, 3, True, 2 << 12, 7)
+    found = mixtures(before, after)
+    assert found[0] == before
+    assert found[-1] == after
+    assert len(set(found)) > 3
+    for hint in found:
+        assert hint.epoch in (before.epoch, after.epoch)
+        if hint.epoch == after.epoch:
+            assert hint.floor <= after.floor
+            assert hint.horizon == -1
+        assert hint.floor in (before.floor, after.floor, -1)
+
+
+def test_a_hint_of_the_same_epoch_that_was_stored_in_part_keeps_the_floor() -> None:
+    found = mixtures(Hint(10, 12, 3, False, 1, 14), Hint(12, 13, 4, True, 1, 16))
+    assert {hint.floor for hint in found} == {10, 12}
+    assert all(hint.aim == 16 for hint in found[1:])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.ctl.main import main
 from ckptd.ctl.stores.store_access import StorePlace, opened
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.objects import ObjectStore
@@ -51,11 +52,18 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 # -- which store, and what may be wrong with it --------------------------------------------------
 
 
-def test_without_a_setting_the_store_is_that_of_the_running_daemon(store: ObjectStore, folder: Path) -> None:
+def test_without_a_setting_the_store_is_that_of_the_running_daemon(
+    store: ObjectStore, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For commands that read."""
     url = "file://" + str(folder).replace(" ", "%20")
     with own_daemon("--memory", "64MiB", "--store", url) as daemon:
         done = process("checkpoints", "list", "--json", CKPTD_LISTEN=daemon.endpoint)
         assert [r["job"] for r in json.loads(done.stdout)["runs"]] == [JOB], done.stderr
+        # The retention of this shell is not that of the daemon.
+        for command in (["gc"], ["rm", *NAMES, "11"], ["pin", *NAMES, "11"], ["unpin", *NAMES, "11"]):
+            assert main(["checkpoints", *command, "--endpoint", daemon.endpoint]) == 2, command
+            assert "this command changes a store: pass --store URL" in capsys.readouterr().err
     done = process("checkpoints", "list", CKPTD_LISTEN=daemon.endpoint)
     assert done.returncode == 2
     assert "no store is configured here, and no daemon with a store answers" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -93,6 +94,32 @@ def test_the_nearer_option_wins_and_the_default_is_that_of_the_command() -> None
     assert parse(["--timeout", "7", "wait", "--timeout", "3"]).timeout == 3
     assert [parse([name]).timeout for name in ("status", "wait")] == [10, 60]
     assert parse(["status"]).json is False
+
+
+@pytest.mark.parametrize(
+    ("words", "prog"),
+    [
+        (["--json", "stauts"], "ckptctl"),
+        (["status", "--json", "--bogus"], "ckptctl"),
+        (["checkpoints", "show", "moe", "--json"], "ckptctl checkpoints show"),
+    ],
+)
+def test_wrong_usage_is_a_document_too(
+    capsys: pytest.CaptureFixture[str], words: list[str], prog: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert ended.value.code == found["exit_status"] == 2
+    assert printed.err.startswith(f"usage: {prog} ")
+    assert printed.err.endswith(f"{prog}: error: {found['error']}\n")
+
+
+def test_wrong_usage_without_json_prints_nothing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", "--bogus", "--", "train", "--json"])
+    assert capsys.readouterr().out == ""
 
 
 def test_exit_codes_are_one_table_in_code_help_and_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from ckptd.host.zygotes.zygote_handover import (
     wait_for_successor,
 )
 from tests.ckptd.host.hosting import Hosting, children_of, gone, until
+from tests.ports import free_port
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "exp", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
 
@@ -161,8 +162,7 @@ def test_a_zygote_and_its_trainer_are_killed_and_the_next_epoch_has_a_store(host
     """The server of stores is a child of the zygote, too, and does not die with it."""
     hosting.write("train.py", TRAINS)
     hosting.known("train.py")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with started(hosting, "train.py", env={**LAUNCHED, **store}) as first:
         trainer_of(first)
         ended(first)

@@ -1,0 +1,1 @@
+"""A pipeline goes on without workers that died, and takes them back."""

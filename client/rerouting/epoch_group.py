@@ -1,0 +1,245 @@
+"""The workers that are there in one epoch of the job, and the connections between them.
+
+Who is there is not found out here: the host says it (`ckptd.host.rerouted_epochs`), as it says that an epoch
+begins. A thread hears that, and cuts the connections, so that nobody waits for a worker that has died.
+
+A group is gloo's own, unknown to `torch.distributed`: it is made anew in each epoch, in a thread that can be
+left alone if somebody dies meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from ckptd.client.in_process.rank_links import RankLinks
+from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.collectives import Collectives
+from ckptd.restart_line import EndLoop, NextEpoch, TrainerEnd, TrainerSaid
+
+__all__ = ["EpochGroup", "EpochLine", "Interrupted", "meet"]
+
+logger = get_logger(__name__)
+
+_LOOK_S = 0.005
+_LOOK_SLOWLY_S = 0.05
+
+
+class Interrupted(Exception):
+    """Another epoch has begun: what is under way does not count."""
+
+
+@dataclass(frozen=True)
+class EpochGroup:
+    """One worker's place among those of an epoch.
+
+    Attributes:
+        numbers: of each rank that is there: its rank in ``group``.
+        group: of gloo.
+    """
+
+    rank: int
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    group: Any = None
+    links: RankLinks = field(default_factory=RankLinks)
+
+    def begin_gather(self, values: Sequence[int]) -> tuple[Any, list[Tensor]]:
+        """Begin to tell all some numbers; what they tell is there, by rank in the group, after ``wait()``."""
+        told = [torch.zeros(len(values), dtype=torch.int64) for _ in self.numbers]
+        return self.group.allgather([told], [torch.tensor(values, dtype=torch.int64)]), told
+
+    def gather(self, values: Sequence[int]) -> dict[int, list[int]]:
+        """What all tell, by rank."""
+        work, told = self.begin_gather(values)
+        work.wait()
+        return {rank: told[number].tolist() for rank, number in self.numbers.items()}
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Send a tensor, and wait until it has left."""
+        self.group.send([tensor], self.numbers[rank], tag).wait()
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Wait for a tensor."""
+        self.group.recv([tensor], self.numbers[rank], tag).wait()
+
+
+class EpochLine:
+    """What the host says, heard by a thread.
+
+    Args:
+        epoch: the first.
+    Attributes:
+        epoch: that this worker is in.
+    """
+
+    def __init__(self, line: TrainerEnd, epoch: int) -> None:
+        self._line, self.epoch = line, epoch
+        self._news: NextEpoch | None = None
+        self._urgent = self._ended = self._silent = False
+        self._links = RankLinks()
+        self._told = threading.Condition()
+        self.say("ready")
+        threading.Thread(target=self._listen, name="ckptd-reroute", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                news = self._line.receive()
+            except OSError as error:
+                logger.info("the host is gone: %s", error)
+                with self._told:
+                    self._silent = True
+                    self._told.notify_all()
+                return
+            if news is None:
+                continue
+            with self._told:
+                if isinstance(news, EndLoop):
+                    self._ended = True
+                else:
+                    self._news = news
+                    self._urgent |= not news.at_boundary
+                    if self._urgent:  # before anybody knows why: those of the next epoch are not among them
+                        self._links.cut()
+                self._told.notify_all()
+
+    def say(self, word: str, because: str = "") -> None:
+        """Tell the host (`TrainerSaid`)."""
+        self._line.say(TrainerSaid(word, self.epoch, because))
+
+    def use(self, links: RankLinks) -> None:
+        """The connections of this epoch.
+
+        Raises:
+            Interrupted: it is over.
+        """
+        with self._told:
+            self._links = links
+            if self._urgent:
+                raise Interrupted
+
+    def heard(self) -> int:
+        """The newest epoch of which the host has told."""
+        with self._told:
+            return self._news.number if self._news is not None else self.epoch
+
+    def next_epoch(self, timeout_s: float | None = None) -> NextEpoch | EndLoop | None:
+        """Wait for the next epoch, or for the end of the loop, and be in it; None: no news in this time.
+
+        Raises:
+            ConnectionError: the host is gone, and so are all further epochs.
+        """
+        with self._told:
+            self._told.wait_for(lambda: self._news or self._ended or self._silent, timeout_s)
+            news, self._news = self._news, None
+            if news is None:
+                if self._silent:
+                    raise ConnectionError("the host is gone, so there is no further epoch")
+                return EndLoop() if self._ended else None
+            self._links.cut()
+            self._links, self._urgent = RankLinks(), False
+            self.epoch = news.number
+        os.environ.update(news.environment)
+        self._line.stayed(news.number, ready=True)
+        return news
+
+
+def meet(line: EpochLine, rank: int, present: Sequence[int], timeout_s: float) -> EpochGroup:
+    """Connect to all that are there in this epoch.
+
+    Args:
+        rank: this one, one of ``present``.
+        timeout_s: of connecting, and of each message.
+    Raises:
+        Interrupted: the epoch is over.
+        RuntimeError: not all came in time.
+    """
+    meeting = _Meeting(rank, present, timeout_s)
+    thread = threading.Thread(target=meeting.run, name="ckptd-meet", daemon=True)
+    thread.start()
+    while not meeting.over.wait(_LOOK_S):
+        if line.heard() > line.epoch:  # also at a boundary: others may be in that one already
+            meeting.left = True
+            raise Interrupted
+    if meeting.error is not None:
+        raise meeting.error
+    assert meeting.found is not None
+    line.use(meeting.found.links)
+    return meeting.found
+
+
+class _Meeting:
+    """In a thread of its own: torch waits for what may never come, and cannot be told not to."""
+
+    def __init__(self, rank: int, present: Sequence[int], timeout_s: float) -> None:
+        self._rank, self._present, self._timeout_s = rank, sorted(present), timeout_s
+        self.over = threading.Event()
+        self.left = False
+        self.error: Exception | None = None
+        self.found: EpochGroup | None = None
+
+    def run(self) -> None:
+        try:
+            self.found = self._connect()
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self.error = error
+        self.over.set()
+
+    def _connect(self) -> EpochGroup:
+        timeout = timedelta(seconds=self._timeout_s)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun has one store for all of them
+        store = PrefixStore(f"ckptd-reroute/{start}", self._store(timeout))
+        names = [f"here/{rank}" for rank in self._present]
+        store.set(names[self._present.index(self._rank)], "")
+        self._await(store, names)
+        own = self._present.index(self._rank)
+        made = ProcessGroupGloo(PrefixStore("gloo", store), own, len(self._present), timeout)
+        group = EpochGroup(self._rank, {r: n for n, r in enumerate(self._present)}, made)
+        links = RankLinks.find(Collectives(lambda payload: _gathered(group, payload), rank=own))
+        return EpochGroup(self._rank, group.numbers, made, links)
+
+    def _store(self, timeout: timedelta) -> Store:
+        """A store of each epoch's own, as `torch.distributed` promises its callers."""
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=not served and self._rank == self._present[0],
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+
+    def _await(self, store: Store, names: list[str]) -> None:
+        until = time.monotonic() + self._timeout_s
+        look_s = _LOOK_S
+        while not store.check(names):
+            if self.left:
+                raise Interrupted
+            if time.monotonic() > until:
+                missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
+                raise RuntimeError(f"rank {', '.join(missing)} did not come for {self._timeout_s:g} s")
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LOOK_SLOWLY_S)
+
+
+def _gathered(group: EpochGroup, payload: bytes) -> list[bytes]:
+    """An `Exchange` over the group."""
+    sizes = [size for (size,) in group.gather([len(payload)]).values()]
+    rows = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
+    mine = torch.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    group.group.allgather([rows], [mine]).wait()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

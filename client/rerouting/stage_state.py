@@ -1,0 +1,100 @@
+"""The state of a pipeline's stage: a copy to roll back to, and the bytes for a worker that comes back.
+
+Not through an optimizer's ``load_state_dict``, which casts state to the type of its parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptd.client.capture.step_state import Stateful
+
+__all__ = ["StageState"]
+
+
+class StageState:
+    """Parameters and buffers of a module, its optimizer's state and options, and other objects.
+
+    Args:
+        optimizer: has nothing that changes but ``state`` and ``param_groups``, as those of ``torch.optim``.
+        others: by name, such as a schedule of learning rates.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        others: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self._module, self._optimizer, self._others = module, optimizer, dict(others or {})
+
+    def copy(self) -> dict[str, Any]:
+        """All of it, sharing no memory with the live one."""
+        groups = self._optimizer.param_groups
+        return {
+            "tensors": [_copied(each) for each in self._tensors()],
+            "state": [_copied(dict(self._optimizer.state.get(p, {}))) for g in groups for p in g["params"]],
+            "groups": [_copied({k: v for k, v in g.items() if k != "params"}) for g in groups],
+            "others": {name: _copied(each.state_dict()) for name, each in self._others.items()},
+        }
+
+    def restore(self, copied: Mapping[str, Any]) -> None:
+        """Take over a copy, of this stage or of the same one in another pipeline.
+
+        Raises:
+            ValueError: it is of another module, or optimizer.
+        """
+        tensors = self._tensors()
+        groups = self._optimizer.param_groups
+        params = [p for g in groups for p in g["params"]]
+        mine = [(each.shape, each.dtype) for each in tensors], len(params), len(groups), {*self._others}
+        theirs = [(each.shape, each.dtype) for each in copied["tensors"]]
+        if mine != (theirs, len(copied["state"]), len(copied["groups"]), {*copied["others"]}):
+            raise ValueError(
+                "the state is of another stage: its parameters, its optimizer or what is in state= differ"
+            )
+        with torch.no_grad():
+            for live, saved in zip(tensors, copied["tensors"], strict=True):
+                live.copy_(saved)
+        for param, state in zip(params, copied["state"], strict=True):
+            self._optimizer.state.pop(param, None)
+            if state:
+                self._optimizer.state[param] = _copied(state)
+        for group, saved in zip(groups, copied["groups"], strict=True):
+            group.update(_copied(saved))
+        for name, each in self._others.items():
+            each.load_state_dict(_copied(copied["others"][name]))
+
+    def pack(self) -> Tensor:
+        """The copy as bytes, uint8 ``[size]``."""
+        file = io.BytesIO()
+        torch.save(self.copy(), file)
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+    def unpack(self, packed: Tensor) -> None:
+        """`restore` what another worker has packed.
+
+        Raises:
+            ValueError: as `restore`.
+            pickle.UnpicklingError: a ``state_dict`` has more than tensors, numbers, texts and containers.
+        """
+        self.restore(torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True))
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_copied(each) for each in value])
+    return copy.deepcopy(value)

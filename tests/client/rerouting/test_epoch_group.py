@@ -1,0 +1,132 @@
+"""A worker hears of epochs, and connects to those that are there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ckptd.client.rerouting.epoch_group import EpochGroup, EpochLine, Interrupted, meet
+from ckptd.restart_line import (
+    EndLoop,
+    HostEnd,
+    NextEpoch,
+    TrainerEnd,
+    epoch_and_absent,
+    epoch_text,
+)
+from tests.ckptd.host.hosting import until
+from tests.ckptd.restart_ends import inherited_end
+from tests.ports import free_port
+
+
+@pytest.fixture
+def host() -> Iterator[HostEnd]:
+    end = HostEnd.make()
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def trainer(host: HostEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerEnd]:
+    with inherited_end(host, monkeypatch) as end:
+        yield end
+
+
+def _offer(host: HostEnd, news: NextEpoch | EndLoop) -> None:
+    host.receive()
+    assert host.offer(os.getpid(), news)
+
+
+def test_an_epoch_is_heard_and_the_next_one_can_be_offered_at_once(
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "old")
+    line = EpochLine(trainer, 0)
+    assert line.next_epoch(0.0) is None
+    _offer(host, NextEpoch(1, {"PLACE": "new"}, "rank 1: SIGKILL"))
+    until(lambda: line.heard() == 1, "the news")
+    with pytest.raises(Interrupted):
+        line.use(EpochGroup(0).links)
+    news = line.next_epoch()
+    assert isinstance(news, NextEpoch)
+    assert (line.epoch, os.environ["PLACE"]) == (1, "new")
+    line.use(EpochGroup(0).links)
+    assert host.receive() == (os.getpid(), 1)
+    line.say("finished")
+    host.receive()
+    assert [said.word for _, said in host.said] == ["ready", "finished"]
+    assert host.offer(os.getpid(), NextEpoch(2, {}, "rank 1 is back", at_boundary=True))
+    until(lambda: line.heard() == 2, "the news")
+    line.use(EpochGroup(0).links)  # it may end its iteration before
+    line.next_epoch()
+    _offer(host, EndLoop())
+    assert isinstance(line.next_epoch(), EndLoop)
+
+
+def test_without_the_host_there_is_no_further_epoch(host: HostEnd, trainer: TrainerEnd) -> None:
+    line = EpochLine(trainer, 0)
+    host.close()
+    with pytest.raises(ConnectionError, match="the host is gone"):
+        line.next_epoch()
+
+
+def test_who_waits_for_the_others_leaves_when_another_epoch_begins(
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _place(monkeypatch)
+    line = EpochLine(trainer, 0)
+    _offer(host, NextEpoch(1, {}, "rank 1: SIGKILL"))
+    with pytest.raises(Interrupted):
+        meet(line, 0, [0, 1], 60.0)
+
+
+def test_not_all_come_in_time(trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    _place(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"rank 1, 3 did not come for 0\.2 s"):
+        meet(EpochLine(trainer, 0), 0, [0, 1, 3], 0.2)
+
+
+def test_those_that_are_there_exchange_numbers_and_tensors(
+    trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are those of the grid, also where some are missing."""
+    _place(monkeypatch)
+    line, found = EpochLine(trainer, 0), dict[int, tuple[dict[int, list[int]], float]]()
+
+    def work(rank: int) -> None:
+        group = meet(line, rank, [1, 2, 5], 60.0)
+        got = torch.zeros(2)
+        if rank == 5:
+            group.send(torch.full((2,), 5.0), 1, 7)
+        elif rank == 1:
+            group.receive(got, 5, 7)
+        found[rank] = group.gather([rank, 10 * rank]), float(got.sum())
+
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in (1, 2, 5)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    told = {rank: [rank, 10 * rank] for rank in (1, 2, 5)}
+    assert found == {1: (told, 10.0), 2: (told, 0.0), 5: (told, 0.0)}
+
+
+def test_the_epoch_in_a_trainers_environment() -> None:
+    assert epoch_and_absent(epoch_text(3, {5, 1})) == (3, frozenset({1, 5}))
+    assert epoch_and_absent(epoch_text(0, ())) == (0, frozenset())
+    with pytest.raises(ValueError, match="CKPTD_HOST_EPOCH='' names no epoch"):
+        epoch_and_absent("")
+
+
+def _place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, text in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{free_port()}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }.items():
+        monkeypatch.setenv(name, text)

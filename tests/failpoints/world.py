@@ -1,0 +1,521 @@
+"""A job of several ranks over several nodes, whose trainers, daemons and keepers die at failpoints.
+
+Everything is real: daemons with peers over loopback addresses, replicas, a store, ranks that meet over gloo. One
+rank's death ends all, and all begin again, as torchrun would have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from ckptd.core.slots.slots import SlotState
+from ckptd.errors import DaemonUnavailable, SegmentError
+from ckptd.memory.segment_file import open_segment
+from ckptd.saved import SavedIteration, saved_iterations
+from tests.ckptd.nodes import Net, Node
+from tests.ckptd.running import FRESH
+from tests.e2e.compare import differences
+from tests.e2e.harness import Jobs
+from tests.e2e.ranks import Ranks
+from tests.failpoints.runtime import CLOCK_STEPS_S, ERRORS, Arm, Fired, arm, disarm, fired
+
+__all__ = ["CASES", "GRADIENTS", "PEERS", "Layout", "Round", "Strike", "Training", "undisturbed"]
+
+CASES = ("plain", "fused_drop", "masters", "bf16", "zero_first", "dense")
+# How bytes travel between nodes: with keys?, `peer_data`, `peer_short_cut`.
+PEERS = {
+    "streams": (False, "stream", "false"),
+    "encrypted": (True, "stream", "false"),
+    "chunks": (False, "zmq", "false"),
+    "encrypted chunks": (True, "zmq", "false"),
+    "one host": (False, "stream", "true"),
+}
+GRADIENTS = "gradients"  # the case of a dense job whose peers compute its snapshots
+TOTAL = 400  # iterations, if a round is not ended before
+STEP_MS = 15
+WINDOW = 4
+SOON_S = 120.0  # within it, everything is back, however slow the machine is
+PARKS_S = 5.0
+FIRES_S = 2.0  # for a point that is reached while a job trains
+RESUMED = re.compile(r"resuming at iteration (\d+)")
+JOB = "e2e"  # of tests.e2e.job
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who is there.
+
+    Attributes:
+        peers: how bytes travel between nodes (`PEERS`).
+        parks: whether ranks have memory to park in; those that live get SIGTERM before they are killed.
+    """
+
+    case: str
+    num_nodes: int
+    num_ranks: int
+    replicas: int
+    stores: bool
+    peers: str = "streams"
+    parks: bool = False
+
+    def __str__(self) -> str:
+        more = [name for name, has in (("a store", self.stores), ("parking", self.parks)) if has]
+        return ", ".join(
+            (
+                f"{self.case}: {self.num_ranks} ranks on {self.num_nodes} nodes",
+                f"{self.replicas} replicas, {self.peers}",
+                *more,
+            )
+        )
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of every rank."""
+        words = [f"replicas={self.replicas}"]
+        if self.case == GRADIENTS:
+            words += ['policy="dense"', "window=null", 'to_peers="gradients"']
+        else:
+            words += [f"window={WINDOW}"]
+        if self.parks:
+            words += ["park=true"]
+        return tuple(word for one in words for word in ("--set", one))
+
+    @property
+    def trained(self) -> str:
+        """The case of `tests.e2e.cases`."""
+        return "plain" if self.case == GRADIENTS else self.case
+
+    @property
+    def whole(self) -> int:
+        """How many sealed slots on a node are enough for a rank to go back."""
+        return 1 if self.case == GRADIENTS else WINDOW
+
+
+@dataclass(slots=True)
+class Strike:
+    """What was planned, and what came of it.
+
+    Attributes:
+        fired: who did it; None if nobody came there in time.
+        forced: what was killed beforehand, so that points of a start are reached.
+        also: the daemon that was killed at once, beside.
+        lost_node: the node whose memory was taken, too; "all" where storage has what is needed.
+        went_back: iterations lost that had been recoverable a moment before, because a node was lost.
+        refused: a start that failed with an error for the injected one.
+    """
+
+    arm: Arm
+    fired: Fired | None = None
+    forced: str = ""
+    also: str = ""
+    lost_node: str = ""
+    went_back: int = 0
+    refused: bool = False
+
+
+@dataclass
+class Round:
+    """One job, its strikes, and what is wrong (nothing)."""
+
+    layout: Layout
+    seed: int
+    strikes: list[Strike] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    lives: int = 0
+
+
+def undisturbed(jobs: Jobs, layout: Layout) -> list[Path]:
+    """The ends of the ranks of a job that nobody hurts, without daemons."""
+    ranks = Ranks(
+        jobs,
+        "none",
+        "--seed",
+        "1",
+        case=layout.trained,
+        world_size=layout.num_ranks,
+        total=TOTAL,
+        daemon="none",
+    )
+    return ranks.end(timeout_s=SOON_S)
+
+
+class Wrong(Exception):
+    """What should not be."""
+
+
+class Training:
+    """The job of a round; use as a context manager.
+
+    Args:
+        plans: where processes find what to do (see `tests.failpoints.runtime`).
+    """
+
+    def __init__(self, layout: Layout, seed: int, jobs: Jobs, plans: Path, store: Path) -> None:
+        self.round = Round(layout, seed)
+        self._jobs, self._plans = jobs, plans
+        self._rng = random.Random(f"{layout} {seed}")
+        self._run = f"f{seed:x}-{self._rng.randrange(1 << 30):x}"
+        self._hold = jobs.folder / f"{self._run}.hold"
+        curve, data, short_cut = PEERS[layout.peers]
+        self._net = Net(
+            layout.num_nodes, curve=curve, data=data, peer_short_cut=short_cut, peer_deadline_s="2"
+        )
+        often = {"store": f"file://{store}", "persist_every": "4", "persist_every_s": "0"}
+        for node in self._net.nodes:
+            node.settings["FAILPOINTS_WHO"] = node.name
+            node.command = [*FRESH]  # its modules are compiled as it imports them
+            if layout.stores:
+                node.settings |= {f"CKPTD_{key.upper()}": value for key, value in often.items()}
+        self._ranks: Ranks | None = None
+        self._stack = contextlib.ExitStack()
+        self._floor = -1  # the newest iteration that was recoverable before a strike
+        self._is_durable = False  # whether storage alone had something to go back to, before a strike
+        self._has_ended = False  # this life, by the campaign itself
+        self._resumes_at = -1  # of this life: at least
+
+    def __enter__(self) -> Self:
+        self._hold.touch()
+        disarm(self._plans)
+        self._stack.enter_context(self._net.up())
+        self._stack.callback(self._end_ranks)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        disarm(self._plans)
+        self._stack.close()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _progress(self, rank: int) -> Path:
+        return self._jobs.folder / f"{self._run}.{rank}.progress"
+
+    def _step(self, rank: int) -> tuple[int, bool]:
+        try:
+            step, replaying = self._progress(rank).read_text().split()
+        except (FileNotFoundError, ValueError):
+            return -1, True
+        return int(step), replaying == "1"
+
+    def _trains(self) -> bool:
+        """Whether every rank has begun an iteration that is no replay."""
+        return all(not self._step(rank)[1] for rank in range(self.round.layout.num_ranks))
+
+    def _saved(self) -> list[SavedIteration]:
+        """To what all ranks can go back, as some node sees it."""
+        found: list[SavedIteration] = []
+        for node in self._net.nodes:
+            with contextlib.suppress(DaemonUnavailable):
+                found += saved_iterations(JOB, self._run, daemon=node.endpoint)
+        return found
+
+    def _recoverable(self) -> int:
+        """The newest iteration to which all ranks can go back, as some node sees it; -1: none."""
+        return max((saved.iteration for saved in self._saved()), default=-1)
+
+    def _comes_back(self, floor: int, strike: Strike | None) -> int:
+        """The newest iteration that is recoverable, once it is not before ``floor``: daemons that were started
+        again see each other, and what the others hold, after a moment; -1 if it never comes.
+        """
+        deadline = time.monotonic() + SOON_S / 4
+        while (best := self._recoverable()) < floor and time.monotonic() < deadline:
+            self._start_daemons(strike)
+            self._look(strike)
+        return best if best >= floor else -1
+
+    def _is_replicated(self) -> bool:
+        """Whether each rank has a whole window on enough other nodes."""
+        wanted = self.round.layout.replicas
+        for rank in range(self.round.layout.num_ranks):
+            whole = sum(
+                len(_sealed(path)) >= self.round.layout.whole
+                for node in self._net.nodes
+                for path in node.replicas(rank)
+            )
+            if whole < wanted:
+                return False
+        return True
+
+    # -- the job ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The first life, until a failure would not lose all."""
+        self._start(seed=1)
+        self._until(self._trains, "the first iteration of all ranks")
+        self._until(lambda: self._recoverable() >= 0, "a state to go back to")
+        self._protect()
+
+    def _protect(self) -> None:
+        self._until(self._is_replicated, "replicas of all ranks")
+
+    def _start(self, seed: int) -> None:
+        for rank in range(self.round.layout.num_ranks):
+            self._progress(rank).unlink(missing_ok=True)
+        layout, nodes = self.round.layout, self._net.nodes
+        each = {
+            rank: ("--daemon", nodes[rank % len(nodes)].endpoint, "--progress", str(self._progress(rank)))
+            for rank in range(layout.num_ranks)
+        }
+        self.round.lives += 1
+        self._has_ended = False
+        self._ranks = Ranks(
+            self._jobs,
+            self._run,
+            *("--seed", str(seed), "--hold", str(self._hold), "--step-ms", str(STEP_MS)),
+            *layout.options,
+            case=layout.trained,
+            world_size=layout.num_ranks,
+            total=TOTAL,
+            each=each,
+        )
+
+    def _end_ranks(self) -> None:
+        """One has died, so all end: as torchrun would end them, where they can park, and else at once."""
+        if self._ranks is None:
+            return
+        self._has_ended = True
+        if self.round.layout.parks:
+            for process, _ in self._ranks.started:
+                process.terminate()
+            deadline = time.monotonic() + PARKS_S
+            for process, _ in self._ranks.started:
+                process.join(max(0.0, deadline - time.monotonic()))
+        self._ranks.kill()
+
+    def finish(self, reference: list[Path]) -> None:
+        """Let it go to its end, and compare."""
+        disarm(self._plans)
+        self._mend(None)
+        self._hold.unlink()
+        assert self._ranks is not None
+        for theirs, ours in zip(reference, self._ranks.end(timeout_s=SOON_S), strict=True):
+            self.round.failures += [f"{ours.stem} differs: {name}" for name in differences(theirs, ours)]
+
+    @property
+    def over(self) -> bool:
+        """Whether it is at its last iteration, where nothing happens any more."""
+        return any(self._step(rank)[0] >= TOTAL - 2 for rank in range(self.round.layout.num_ranks))
+
+    # -- strikes ---------------------------------------------------------------------------------
+
+    def strike(self, plan: Arm) -> Strike:
+        """Arm a point, wait until somebody is hurt there, and until all train again.
+
+        Raises:
+            Wrong: they do not, or not as they should.
+        """
+        strike = Strike(plan)
+        self.round.strikes.append(strike)
+        saved = self._saved()
+        before = self._floor = max([self._floor, *(s.iteration for s in saved)])
+        self._is_durable = any(s.durable for s in saved)
+        arm(self._plans, plan)
+        if not self._fires(strike, FIRES_S if plan.often else 0.1):
+            own = "trainers" if plan.process == "trainer" else "a daemon"
+            strike.forced = self._rng.choice((own, own, "both"))
+            if strike.forced != "a daemon":
+                self._end_ranks()
+            if strike.forced != "trainers":
+                self._a_daemon().kill()
+            self._mend(strike)
+            self._fires(strike, FIRES_S)
+        if strike.fired is not None:
+            self._hurt(strike)
+        late = disarm(self._plans)
+        if strike.fired is None and late is not None:
+            strike.fired = late
+            self._hurt(strike)
+        self._mend(strike)
+        if strike.lost_node:
+            self._protect()
+        elif self._comes_back(before, strike) < 0:
+            raise Wrong(f"iteration {before} was recoverable, {self._recoverable()} is now:\n{self._story()}")
+        return strike
+
+    def _fires(self, strike: Strike, within_s: float) -> bool:
+        deadline = time.monotonic() + within_s
+        while strike.fired is None and time.monotonic() < deadline:
+            strike.fired = fired(self._plans)
+            time.sleep(0.01)
+        return strike.fired is not None
+
+    def _look(self, strike: Strike | None) -> None:
+        """Whether the plan has met somebody in a start."""
+        if strike is not None and strike.fired is None and self._fires(strike, 0.02):
+            self._hurt(strike)
+
+    def _hurt(self, strike: Strike) -> None:
+        """What follows from what was done there."""
+        assert strike.fired is not None
+        action = strike.arm.action
+        if action == "stop":
+            time.sleep(self._rng.choice((0.05, 0.5, 3.0)))
+            with contextlib.suppress(ProcessLookupError):
+                end = self._rng.random() < 0.5
+                os.kill(strike.fired.pid, signal.SIGKILL if end else signal.SIGCONT)
+                action = "kill" if end else action
+        if action == "kill":
+            self._await_end(strike.fired.pid)  # it said so a moment before
+        if action not in ("delay", *CLOCK_STEPS_S) and self._rng.random() < 0.15:
+            node = self._a_daemon()
+            node.kill()
+            strike.also = node.name
+        is_daemon = strike.arm.process == "daemon"
+        if (
+            is_daemon
+            and strike.arm.action == "kill"
+            and self.round.layout.replicas
+            and self._rng.random() < 0.3
+        ):
+            node = next(n for n in self._net.nodes if n.name == strike.fired.who)
+            assert node.process is not None
+            if node.process.pid != strike.fired.pid:  # killed in its start, and started again since
+                node.kill()
+            node.process.wait(SOON_S)
+            self._end_ranks()  # some were on it
+            shutil.rmtree(node.segment_dir)
+            strike.lost_node = node.name
+        elif is_daemon and strike.arm.action == "kill" and self._is_durable and self._rng.random() < 0.3:
+            self._end_ranks()
+            for node in self._net.nodes:
+                node.kill()
+                shutil.rmtree(node.segment_dir)
+            strike.lost_node = "all"
+
+    def _await_end(self, pid: int) -> None:
+        """Until its parent, of which some is this process, has been told."""
+        assert self._ranks is not None
+        for node in self._net.nodes:
+            if node.process is not None and node.process.pid == pid:
+                node.process.wait(SOON_S)
+        for process, _ in self._ranks.started:
+            if process.pid == pid:
+                process.join(SOON_S)
+
+    def _a_daemon(self) -> Node:
+        return self._rng.choice(self._net.nodes)
+
+    def _mend(self, strike: Strike | None) -> None:
+        """Start what is dead, until all train.
+
+        Raises:
+            Wrong: something ended by itself, or does not come back.
+        """
+        deadline = time.monotonic() + SOON_S
+        while True:
+            self._start_daemons(strike)
+            if self._someone_died(strike):
+                self._end_ranks()
+                self._again(strike)
+            elif self._trains():
+                self._check_resumed()
+                return
+            self._look(strike)
+            if time.monotonic() > deadline:
+                raise Wrong(f"not all ranks trained {SOON_S:g} s later:\n{self._story()}")
+            time.sleep(0.02)
+
+    def _check_resumed(self) -> None:
+        """Every rank of this life went back to the same iteration, which is none before what was recoverable."""
+        assert self._ranks is not None
+        found = {RESUMED.search(self._jobs.log(out)) for _, out in self._ranks.started}
+        resumed = {-1 if match is None else int(match[1]) for match in found}
+        if len(resumed) != 1 or min(resumed) < self._resumes_at:
+            raise Wrong(f"{self._resumes_at} was recoverable, ranks resumed at {resumed}:\n{self._story()}")
+
+    def _someone_died(self, strike: Strike | None) -> bool:
+        assert self._ranks is not None
+        if self._has_ended:
+            return True
+        codes = {process.exitcode for process, _ in self._ranks.started} - {None}
+        mine = {-signal.SIGKILL}
+        if codes - mine:
+            self._look(strike)
+        if codes - mine and not _excused(strike, "trainer"):
+            # Others fail in a collective when one of them is killed: the killed one is seen a moment later.
+            time.sleep(0.3)
+            codes = {process.exitcode for process, _ in self._ranks.started} - {None}
+            if not codes & mine:
+                raise Wrong(f"a trainer ended by itself, {codes}:\n{self._story()}")
+        elif codes - mine and strike is not None:
+            strike.refused = True
+        return bool(codes)
+
+    def _start_daemons(self, strike: Strike | None) -> None:
+        for node in self._net.nodes:
+            assert node.process is not None
+            code = node.process.poll()
+            if code is None:
+                continue
+            self._look(strike)
+            if code != -signal.SIGKILL:
+                if not _excused(strike, "daemon"):
+                    raise Wrong(f"the daemon {node.name} ended with {code}:\n{node.log_text()[-4000:]}")
+                assert strike is not None
+                strike.refused = True
+            time.sleep(self._rng.uniform(0, 0.5))
+            with contextlib.suppress(
+                AssertionError
+            ):  # hurt again in its start: the next round of `_mend` sees it
+                node.launch()
+
+    def _again(self, strike: Strike | None) -> None:
+        """The next life, from another initialisation where there is a state to go back to."""
+        if strike is not None and strike.lost_node:
+            best = self._comes_back(0, strike)
+            strike.went_back = max(0, self._floor - best)
+            self._floor = best
+        else:
+            best = self._comes_back(self._floor, strike)
+        if best < 0:
+            raise Wrong(
+                f"iteration {max(0, self._floor)} was recoverable, and is not any more:\n{self._story()}"
+            )
+        self._resumes_at = best
+        self._start(seed=1000 + self.round.lives)
+
+    def _until(self, reached: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SOON_S
+        while not reached():
+            self._start_daemons(None)
+            if self._someone_died(None):
+                raise Wrong(f"ranks were killed before {what}:\n{self._story()}")
+            if time.monotonic() > deadline:
+                raise Wrong(f"{what}: not within {SOON_S:g} s\n{self._story()}")
+            time.sleep(0.05)
+
+    def _story(self) -> str:
+        assert self._ranks is not None
+        daemons = "\n".join(f"-- log of {node.name}\n{node.log_text()[-3000:]}" for node in self._net.nodes)
+        return f"{self._ranks.logs[-8000:]}\n{daemons}"
+
+
+def _excused(strike: Strike | None, process: str) -> bool:
+    """Whether a process of this kind was given an error, and may have ended for it with a message."""
+    return (
+        strike is not None
+        and strike.fired is not None
+        and strike.arm.action in ERRORS
+        and strike.arm.process == process
+    )
+
+
+def _sealed(path: Path) -> set[int]:
+    """The iterations of the sealed slots of a file."""
+    try:
+        segment = open_segment(path, readonly=True)
+    except (OSError, ValueError, SegmentError):
+        return set()  # being made, or removed
+    try:
+        return {header.iteration for _, header in segment.headers() if header.state is SlotState.SEALED}
+    finally:
+        segment.close()
