@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib.metadata
 import platform
 import time
 import traceback
@@ -22,6 +21,7 @@ from typing import Any, Never, Self
 import torch
 from torch import Tensor, nn
 
+import ckptd
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import Program, this_program
 from ckptd.client.capture.recorder import Recorder
@@ -178,7 +178,7 @@ class Checkpointer:
                         options.daemon,
                         needed,
                         topology=options.run.topology,
-                        version=importlib.metadata.version("ckptd"),
+                        version=ckptd.__version__,
                         stats=self._stats,
                         phases=phases,
                     )

@@ -11,7 +11,6 @@ Shapes: ``L`` layers, ``E`` experts of each.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import secrets
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import ckptd
 from ckptd.client import values
 from ckptd.client.elastic.incarnation.checkpoint_selection import DurableState, Storage, choose_state
 from ckptd.client.elastic.incarnation.image_inventory import (
@@ -246,7 +246,7 @@ def find_local_node(
     if find_endpoint is None:
         return LocalNode(Seat(f"rank-{rank}", f"rank-{rank}", slots), None)
     try:
-        return _ask_daemon(find_endpoint, importlib.metadata.version("ckptd"), slots, domain)
+        return _ask_daemon(find_endpoint, ckptd.__version__, slots, domain)
     except Exception as error:  # noqa: BLE001 - raised on all ranks, in `discover`
         return error
 
