@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import mmap
 import os
 import random
@@ -134,6 +135,7 @@ def config_of(args: Any) -> MoEConfig:
 
 def work(args: Any) -> None:
     """Settles, then answers each line on stdin, a number of iterations, with milliseconds for each."""
+    logging.basicConfig(level=logging.INFO)  # what the plan of copies predicts, beside what is measured
     torch.set_num_threads(1)
     job = Job(device=args.device, batch_size=args.batch_size, corpus=load_corpus(), config=config_of(args))
     endpoint, _, kind = args.worker.partition("#")
