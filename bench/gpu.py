@@ -41,7 +41,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -64,7 +64,7 @@ from bench.common import (
     table,
 )
 from bench.overhead import LINK_BYTES, Job, Worker, fraction, pinned_link_gb_per_s
-from ckptd.cuda.copy_plan import DEFAULT_PLAN
+from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, HostMemory
 from ckptd.demo.data import load_corpus
@@ -81,6 +81,7 @@ __all__ = [
     "mixed_sizes",
     "model_options",
     "settle",
+    "use_chunks",
 ]
 
 # Where the copy engine is measured; a test of this module puts the host in its place.
@@ -94,7 +95,7 @@ MIXED_TENSORS, MIXED_BYTES = 400, 4 << 30
 LEAST_BYTES, MOST_BYTES = 16 << 10, 64 << 20
 PROBES_IDLE = 200
 CAPTURE_S = 60.0
-MODEL_OPTIONS = ("width", "layers", "experts", "batch_size", "settle")
+MODEL_OPTIONS = ("width", "layers", "experts", "batch_size", "settle", "chunk_mib")
 CONTEXT = 128  # of bench.overhead's loader
 # Bytes on the device for each parameter: bf16 weight and gradient, fp32 master, gradient and two moments, and
 # what AdamW computes with; on the host: weight, master and moments in each of three snapshots of everything.
@@ -111,6 +112,7 @@ def add_model_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--experts", type=int, default=16)
     options.add_argument("--settle", type=int, default=60, help="iterations before measuring")
     options.add_argument("--memory-gib", type=int, default=88, help="of the daemon, in /dev/shm")
+    options.add_argument("--chunk-mib", type=int, default=0, help="of copies; 0: of the engine's plan")
 
 
 def model_options(args: Any) -> list[str]:
@@ -137,6 +139,7 @@ def work(args: Any) -> None:
     """Settles, then answers each line on stdin, a number of iterations, with milliseconds for each."""
     logging.basicConfig(level=logging.INFO)  # what the plan of copies predicts, beside what is measured
     torch.set_num_threads(1)
+    use_chunks(args.chunk_mib)
     job = Job(device=args.device, batch_size=args.batch_size, corpus=load_corpus(), config=config_of(args))
     endpoint, _, kind = args.worker.partition("#")
     if endpoint == "peers":
@@ -157,6 +160,13 @@ def work(args: Any) -> None:
         times["resumed_from"] = -1 if resumed is None else resumed
         print(json.dumps(job.ckpt.stats() | times), flush=True)
         job.ckpt.close()
+
+
+def use_chunks(mib: int) -> None:
+    """Engines of this process copy in chunks of so many MiB."""
+    if mib:
+        assert make_engine.__kwdefaults__ is not None
+        make_engine.__kwdefaults__["plan"] = replace(DEFAULT_PLAN, chunk_bytes=mib << 20)
 
 
 def attach(job: Job, endpoint: str, kind: str) -> None:
@@ -384,6 +394,7 @@ class Mixed:
 
     def capture_gb_per_s(self) -> float:
         self.begin().wait()
+        self.engine.wait()
         return self.nbytes / GB / self.engine.last_copy_s
 
     def begin(self) -> Capture:
@@ -391,7 +402,6 @@ class Mixed:
         capture = Capture()
         torch.cuda.synchronize()
         self.engine.begin(self.items, self.memory, 0, capture.done)
-        self.engine.wait()
         return capture
 
     def restore_gb_per_s(self) -> float:
@@ -402,6 +412,7 @@ class Mixed:
     def check(self) -> None:
         """A rate counts only if the bytes arrive, in both directions."""
         self.begin().wait()
+        self.engine.wait()
         for item in self.items:
             there = self.memory.view(item.offset, item.nbytes, torch.float32, item.tensor.shape)
             if not torch.equal(there, item.tensor.cpu()):
@@ -469,6 +480,7 @@ def copies_alone(
             while not capture.over:
                 during.append(small.us())
             capture.wait()
+            mixed.engine.wait()  # not before: the current stream, with its small copies, would wait, too
     finally:
         mixed.close()
     d2h = median(samples["d2h"])
@@ -479,9 +491,15 @@ def copies_alone(
         "restore_gb_per_s": median(samples["restore"]),
         "link_h2d_gb_per_s": median(samples["h2d"]),
         **delays(idle, during),
-        "chunk_us": DEFAULT_PLAN.chunk_bytes / d2h / 1e3,
+        "chunk_us": _chunk_bytes() / d2h / 1e3,
         "mixed_tensors": count,
     }
+
+
+def _chunk_bytes() -> int:
+    """Of this process's engines."""
+    plan: CopyPlan = (make_engine.__kwdefaults__ or {})["plan"]
+    return plan.chunk_bytes
 
 
 def _ratio(samples: Mapping[str, list[float]], ours: str, link: str) -> float:
@@ -695,6 +713,7 @@ def main() -> None:
 
 def measure(args: Any, parts: Parts) -> None:
     on_device = args.device == "cuda"
+    use_chunks(args.chunk_mib)
     if args.smoke:
         parts.add("smoke", lambda: smoke(args.rounds))
         return

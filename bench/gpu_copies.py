@@ -313,6 +313,7 @@ def main() -> None:
     options.add_argument("--products", type=int, default=64, help="of the load, each with a small copy")
     options.add_argument("--width", type=int, default=4096, help="of the load's matrices")
     options.add_argument("--pace-ms", type=float, help="of paced copies (default: 0.9 of the load's time)")
+    options.add_argument("--only", nargs="+", default=[], metavar="WAY", help="`burst` and these ways")
     options.add_argument("--slowdown-max", type=float, default=SLOWDOWN_MAX)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--curve", type=Path, help="write the device's measured curve here, as JSON")
@@ -334,6 +335,8 @@ def run(args: argparse.Namespace) -> dict[str, Metric]:
         candidates, skipped = device_candidates(device, pace_ms=args.pace_ms)
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}", flush=True)
+    if args.only:
+        candidates = [c for c in candidates if c.name in {"burst", *args.only}]
     measured = measure(place, candidates, rounds=args.rounds)
     results = measured.results(total)
     print(show(results), flush=True)

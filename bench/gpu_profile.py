@@ -28,7 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.common import Metric, emit, in_shared_environment, own_daemon, parser, table
-from bench.gpu import add_model_options, config_of, model_options, settle
+from bench.gpu import add_model_options, config_of, model_options, settle, use_chunks
 from bench.overhead import Job
 from ckptd.demo.data import load_corpus
 
@@ -239,6 +239,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 def work(args: argparse.Namespace) -> None:
     """One run: settles, then profiles some iterations into the trace's file."""
     torch.set_num_threads(1)
+    use_chunks(args.chunk_mib)
     job = Job(device=args.device, batch_size=args.batch_size, corpus=load_corpus(), config=config_of(args))
     if args.worker != "plain":
         job.attach(run="profile", daemon=args.worker, window=args.window)

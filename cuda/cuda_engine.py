@@ -5,15 +5,18 @@ Large dense tensors cross the link by themselves, runs of small ones and casts t
 copies is planned once and reused at every boundary for which it is handed over again: then the training
 thread makes two or three calls into torch, whatever the number of tensors.
 
-The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so the
-optimizer's kernels run after the copies while the CPU goes on issuing work. A watcher thread learns from an
-event when the bytes are there.
+The training thread orders the side stream after its own and goes on; a thread of the engine issues the copies,
+by calls of the driver that take many at once where it can (`ckptd.cuda.batch_copies`). The host never blocks for
+a copy: ``wait`` makes the current stream wait for the side stream, so the optimizer's kernels run after the
+copies while the CPU goes on issuing work. A watcher thread learns from an event when the bytes are there.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
+import threading
 import time
 import weakref
 from collections import deque
@@ -24,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptd.cuda.batch_copies import CopyTable, DriverCopies, driver_copies
 from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
 from ckptd.cuda.quiet_threads import quietly, start_quiet
@@ -76,9 +80,15 @@ class CopyTransfers:
     begin: int = 0
     packs: list[Pack] = field(default_factory=list)
     host: list[CopyItem] = field(default_factory=list)
+    _table: CopyTable | None = None
 
-    def send(self, image: Tensor) -> None:
-        """Copy to host memory (``uint8``, which begins with the image), on the current stream."""
+    def send(self, image: Tensor, copies: DriverCopies | None = None, stream: int = 0) -> None:
+        """Copy to host memory (``uint8``, which begins with the image), on the current stream.
+
+        Args:
+            copies: the driver's function for many copies, if the image is registered memory.
+            stream: the driver's name of the current stream, for ``copies``.
+        """
         for item in self.host:
             view = item.view()
             _place(item, view, image).copy_(view)
@@ -87,13 +97,18 @@ class CopyTransfers:
             image[pack.offset : pack.offset + pack.nbytes].copy_(
                 self.pack[pack.lead : pack.lead + pack.nbytes], non_blocking=True
             )
-        places = self._places(image)
+        between = self.pack[-1:]  # nothing else uses this byte
+        places = self._places(image) if copies is None else []
+        address = image.data_ptr()
         for part in self.stretches:
-            torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
-            self.pack[-1:].zero_()  # the kernel between two copies; nothing else uses this byte
+            if copies is None:
+                torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
+            else:
+                copies.to_host(self.table, part, address, stream)
+            between.zero_()  # the kernel between two copies
 
-    def receive(self, image: Tensor) -> None:
-        """Copy from host memory into the tensors, on the current stream."""
+    def receive(self, image: Tensor, copies: DriverCopies | None = None, stream: int = 0) -> None:
+        """Copy from host memory into the tensors, on the current stream; the arguments are those of `send`."""
         for item in self.host:
             view = item.view()
             view.copy_(_place(item, view, image))
@@ -102,9 +117,20 @@ class CopyTransfers:
                 image[pack.offset : pack.offset + pack.nbytes], non_blocking=True
             )
             torch._foreach_copy_(pack.tensors, pack.places)
+        if copies is not None and self.direct:
+            copies.to_device(self.table, image.data_ptr(), stream)
+            return
         places = self._places(image)
         for part in self.stretches:
             torch._foreach_copy_(self.direct[part], places[part], non_blocking=True)
+
+    @property
+    def table(self) -> CopyTable:
+        """The copies of ``direct``, for the driver."""
+        if self._table is None:
+            places = [self.begin + at for at in itertools.accumulate(self.sizes[:-1], initial=0)]
+            self._table = CopyTable.of(self.direct, places[1::2])
+        return self._table
 
     def _places(self, image: Tensor) -> list[Tensor]:
         """The place of each of ``direct`` in the image."""
@@ -133,46 +159,72 @@ def plan_transfers(
 
     Args:
         pack: ``uint8``, on the device: small and cast items go through it, in parts if they are larger.
-        small_bytes: dense tensors from this size on need no pack.
+        small_bytes: dense tensors from this size on need no pack; nor do those that have no neighbour.
     Raises:
         RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones
             overlap.
     """
-    found = CopyTransfers(pack)
-    run: list[tuple[_Block, torch.dtype]] = []
-    limit = pack.numel() - _ALIGNMENT
-
-    def flush() -> None:
-        if run:
-            found.packs.append(_packed(run, pack))
-            run.clear()
-
-    end = None
+    planner = _Planner(pack)
     for item in sorted((i for i in items if i.nbytes), key=lambda i: i.offset):
         view = item.view().detach()
         if view.numel() * item.dtype.itemsize != item.nbytes:
             raise ValueError(f"{tuple(view.shape)} of {item.dtype} are not {item.nbytes} bytes")
         if view.device.type != pack.device.type:
-            found.host.append(item)
+            planner.found.host.append(item)
         elif view.dtype is item.dtype and item.nbytes >= small_bytes and view.is_contiguous():
-            if end is None:
-                found.begin = end = item.offset
-            if item.offset < end:
-                raise ValueError(f"two items overlap at byte {item.offset}")
-            gap = item.offset - end
-            for part in view.view(-1).view(torch.uint8).split(pack.numel()):
-                found.direct.append(part)
-                found.sizes += [gap, part.numel()]
-                gap = 0
-            end = item.offset + item.nbytes
+            planner.send_directly(view, item.offset)
         else:
-            for block in _blocks(view, item.dtype, item.offset, limit):
-                if run and not _joins(run, block, limit):
-                    flush()
-                run.append((block, item.dtype))
-    flush()
-    found.stretches = _stretches([t.numel() for t in found.direct], pack.numel())
-    return found
+            planner.send_packed(view, item)
+    return planner.transfers()
+
+
+class _Planner:
+    """Collects the transfers of items that come in the order of their offsets."""
+
+    def __init__(self, pack: Tensor) -> None:
+        self.found = CopyTransfers(pack)
+        self._run: list[tuple[_Block, torch.dtype]] = []  # neighbours, for one pack
+        self._limit = pack.numel() - _ALIGNMENT
+        self._end: int | None = None  # of the direct copies so far
+
+    def transfers(self) -> CopyTransfers:
+        self._end_run()
+        found = self.found
+        found.stretches = _stretches([t.numel() for t in found.direct], found.pack.numel())
+        return found
+
+    def send_directly(self, view: Tensor, offset: int) -> None:
+        self._end_run()
+        self._add(view, offset)
+
+    def send_packed(self, view: Tensor, item: CopyItem) -> None:
+        run, limit = self._run, self._limit
+        for block in _blocks(view, item.dtype, item.offset, limit):
+            if run and not _joins(run, block, limit):
+                self._end_run()
+            run.append((block, item.dtype))
+
+    def _end_run(self) -> None:
+        run = self._run
+        if len(run) == 1 and run[0][0].view.dtype is run[0][1] and run[0][0].view.is_contiguous():
+            # A pack of one tensor would be a kernel more, and calls of the host.
+            self._add(run[0][0].view, run[0][0].offset)
+        elif run:
+            self.found.packs.append(_packed(run, self.found.pack))
+        run.clear()
+
+    def _add(self, view: Tensor, offset: int) -> None:
+        """A direct copy, in parts."""
+        found, end = self.found, self._end
+        if end is None:
+            found.begin = end = offset
+        if offset < end:
+            raise ValueError(f"two items overlap at byte {offset}")
+        for part in view.view(-1).view(torch.uint8).split(found.pack.numel()):
+            found.direct.append(part)
+            found.sizes += [offset - end, part.numel()]
+            end = offset = offset + part.numel()
+        self._end = end
 
 
 def _stretches(sizes: Sequence[int], limit: int) -> list[slice]:
@@ -230,20 +282,30 @@ def _blocks(view: Tensor, dtype: torch.dtype, offset: int, limit: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class _SampleBuffers:
-    """Buffers for reading samples twice: their index on the device, and the words there and in pinned
-    memory.
+    """Buffers for reading samples twice: their index and the words, each on the device and in pinned memory.
+
+    Pinned memory that is allocated for each snapshot takes the training thread milliseconds.
     """
 
-    index: Tensor
+    index: tuple[Tensor, Tensor]
     words: tuple[Tensor, Tensor]
     host: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, samples: Samples, device: torch.device) -> _SampleBuffers:
-        index = torch.from_numpy(samples.index).pin_memory().to(device, non_blocking=True)
-        pinned = (torch.empty(len(index), dtype=torch.int64, pin_memory=True) for _ in range(2))
-        first, second = pinned
-        return cls(index, (torch.empty_like(index), torch.empty_like(index)), (first, second))
+    def make(cls, size: int, device: torch.device) -> _SampleBuffers:
+        def pinned() -> Tensor:
+            return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+        def on_device() -> Tensor:
+            return torch.empty(size, dtype=torch.int64, device=device)
+
+        return cls((pinned(), on_device()), (on_device(), on_device()), (pinned(), pinned()))
+
+    def take(self, samples: Samples) -> None:
+        """Send the index of these samples to the device, on the current stream."""
+        host, there = self.index
+        host.numpy()[:] = samples.index
+        there.copy_(host, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +320,22 @@ class _Job:
     read: tuple[object, ...]
     sizes: tuple[int, ...] = ()
     host_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Order:
+    """Copies to issue, and their first and last event; `issued` is set when the last one is recorded."""
+
+    items: Sequence[CopyItem]
+    memory: HostMemory
+    base: int
+    done: Callable[[BaseException | None], None]
+    late: Callable[[], Sequence[CopyItem]]
+    at_once: Sequence[CopyItem]
+    first: torch.cuda.Event
+    last: torch.cuda.Event
+    error: BaseException | None = None
+    issued: threading.Event = field(default_factory=threading.Event)
 
 
 class CudaEngine:
@@ -288,9 +366,13 @@ class CudaEngine:
         # Weak keys: a plan holds the tensors, and must not outlive a list whose tensors the trainer has
         # replaced.
         self._planned: dict[weakref.ref[CopyList], CopyTransfers] = {}
+        self._buffers: dict[int, list[_SampleBuffers]] = {}
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._open: _Order | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
-        self._thread = start_quiet(self._watch, name="ckptd-copy")
+        self._issuer = start_quiet(self._issue_all, name="ckptd-issue")
+        self._watcher = start_quiet(self._watch, name="ckptd-copy")
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
         """Pin each region (a slot) with the driver, which may refuse one huge registration where several
@@ -316,6 +398,7 @@ class CudaEngine:
 
     def release(self, memory: HostMemory) -> None:
         """Unpin; waits for copies in flight."""
+        self._issued()
         self._stream.synchronize()
         for address in self._registered.pop(memory.address, []):
             torch.cuda.cudart().cudaHostUnregister(address)
@@ -329,40 +412,22 @@ class CudaEngine:
         late: Callable[[], Sequence[CopyItem]] = tuple,
         at_once: Sequence[CopyItem] = (),
     ) -> None:
-        image = memory.tensor[base:]
+        self._issued()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         first = torch.cuda.Event(enable_timing=True)
         first.record(self._stream)
-        error: BaseException | None = None
-        more: Sequence[CopyItem] = ()
-        # The first time the transfers are planned, too, which the prediction does not cover.
-        repeated = not self._compared and isinstance(items, CopyList) and weakref.ref(items) in self._planned
-        begun = time.perf_counter()
-        try:
-            with torch.no_grad(), torch.cuda.stream(self._stream):
-                if at_once:
-                    self._transfers(at_once).send(image)
-                    current.wait_event(self._stream.record_event())
-                more = late()
-                self._transfers(items).send(image)
-                if more:
-                    self._plan_transfers(more).send(image)
-        except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
-            error = caught
         last = torch.cuda.Event(enable_timing=True, blocking=True)
-        last.record(self._stream)
-        self._last = last
-        host_s = time.perf_counter() - begun
-        sizes: tuple[int, ...] = ()
-        if repeated and error is None:
-            every = (*at_once, *items, *more)
-            sizes, self._compared = tuple(item.nbytes for item in every if item.nbytes), True
-        # Also after an error: work given to the device before goes on reading.
-        read = (tuple(items), more, at_once)
-        self._jobs.put(_Job(first, last, None if error else done, read, sizes, host_s))
-        if error is not None:
-            done(error)
+        order = _Order(items, memory, base, done, late, at_once, first, last)
+        if at_once:
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._stream):
+                    self._send(self._transfers(at_once), order)
+                    current.wait_event(self._stream.record_event())
+            except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
+                order.error = caught
+        self._open, self._last = order, last
+        self._orders.put(order)
 
     def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
         """One gather on the current stream; its words cross on the side stream, and the watcher thread stores
@@ -378,12 +443,14 @@ class CudaEngine:
         done(error)
 
     def _gather(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        self._issued()
         buffers: _SampleBuffers | None = samples.prepared
         nth = 0 if buffers is None else 1
         if buffers is None:
-            buffers = samples.prepared = _SampleBuffers.of(samples, self.device)
+            buffers = samples.prepared = self._buffers_for(samples)
+            buffers.take(samples)
         words, host = buffers.words[nth], buffers.host[nth]
-        torch.index_select(samples.plan.span, 0, buffers.index, out=words)
+        torch.index_select(samples.plan.span, 0, buffers.index[1], out=words)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             host.copy_(words, non_blocking=True)
@@ -401,9 +468,9 @@ class CudaEngine:
         """Order the current stream after the copies; the host does not block.
 
         Returns the seconds that the device's stream stood still at earlier calls, as far as they are known by
-        now.
+        now, and those for which this call waited until the copies were issued.
         """
-        stalled = self._stalls()
+        stalled = self._issued() + self._stalls()
         if self._last is not None:
             stream = torch.cuda.current_stream(self.device)
             reached = torch.cuda.Event(enable_timing=True)
@@ -414,19 +481,23 @@ class CudaEngine:
         return stalled
 
     def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
+        self._issued()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._plan_transfers(items).receive(memory.tensor[base:])
+            transfers = self._plan_transfers(items)
+            transfers.receive(memory.tensor[base:], self._copies_for(memory), self._stream.cuda_stream)
         self._stream.synchronize()
 
     def close(self) -> None:
+        self._orders.put(None)
+        self._issuer.join(timeout=30)
         self._stream.synchronize()
         for addresses in self._registered.values():
             for address in addresses:
                 torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
         self._jobs.put(None)
-        self._thread.join(timeout=30)
+        self._watcher.join(timeout=30)
 
     def _transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
         """Planned once for a list that is handed over again, which it is as long as its tensors are
@@ -442,7 +513,75 @@ class CudaEngine:
     def _plan_transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
         return plan_transfers(items, self._pack, small_bytes=self._plan.small_bytes)
 
-    # -- the copy thread -----------------------------------------------------------------------------
+    def _send(self, transfers: CopyTransfers, order: _Order) -> None:
+        copies = self._copies_for(order.memory)
+        transfers.send(order.memory.tensor[order.base :], copies, self._stream.cuda_stream)
+
+    def _copies_for(self, memory: HostMemory) -> DriverCopies | None:
+        """The driver's function for many copies: it wants registered memory."""
+        return driver_copies() if memory.address in self._registered else None
+
+    def _buffers_for(self, samples: Samples) -> _SampleBuffers:
+        """Buffers for these samples as long as they live. The watcher holds them until the device has used
+        them.
+        """
+        free = self._buffers.setdefault(len(samples.index), [])
+        buffers = free.pop() if free else _SampleBuffers.make(len(samples.index), self.device)
+        weakref.finalize(samples, free.append, buffers).atexit = False
+        return buffers
+
+    def _issued(self) -> float:
+        """Wait until the copies that were begun are issued; returns the seconds."""
+        order, self._open = self._open, None
+        if order is None or order.issued.is_set():
+            return 0.0
+        begun = time.perf_counter()
+        order.issued.wait()
+        return time.perf_counter() - begun
+
+    # -- the thread that issues copies ---------------------------------------------------------------
+
+    def _issue_all(self) -> None:
+        while (order := quietly(self._orders.get)) is not None:
+            try:
+                self._issue(order)
+            except Exception:
+                # The thread must live: the trainer waits for it.
+                logger.exception("in the thread that issues copies")
+            finally:
+                order.issued.set()
+            del order  # releases the sources before the next one
+
+    def _issue(self, order: _Order) -> None:
+        items, error = order.items, order.error
+        more: Sequence[CopyItem] = ()
+        # The first time the transfers are planned, too, which the prediction does not cover.
+        repeated = not self._compared and isinstance(items, CopyList) and weakref.ref(items) in self._planned
+        begun = time.perf_counter()
+        if error is None:
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._stream):
+                    # Binds the device's context to this thread, which the driver's calls need.
+                    self._pack[-1:].zero_()
+                    more = order.late()
+                    self._send(self._transfers(items), order)
+                    if more:
+                        self._send(self._plan_transfers(more), order)
+            except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
+                error = caught
+        order.last.record(self._stream)
+        host_s = time.perf_counter() - begun
+        sizes: tuple[int, ...] = ()
+        if repeated and error is None:
+            every = (*order.at_once, *items, *more)
+            sizes, self._compared = tuple(item.nbytes for item in every if item.nbytes), True
+        # Also after an error: work given to the device before goes on reading.
+        read = (tuple(items), more, order.at_once)
+        self._jobs.put(_Job(order.first, order.last, None if error else order.done, read, sizes, host_s))
+        if error is not None:
+            order.done(error)
+
+    # -- the thread that learns what has arrived -----------------------------------------------------
 
     def _stalls(self) -> float:
         """Seconds that streams waited in ``wait`` calls that are over."""
@@ -490,7 +629,7 @@ def compare_with_plan(plan: CopyPlan, sizes: Sequence[int], copy_s: float, host_
     return (
         f"a snapshot of {len(sizes)} tensors, {sum(sizes) / 1e9:.2f} GB: "
         f"predicted {1e3 * predicted.copy_s:.1f} ms of copying "
-        f"and {1e3 * predicted.host_s:.2f} ms of the training thread, "
+        f"and {1e3 * predicted.host_s:.2f} ms to issue it, "
         f"measured {1e3 * copy_s:.1f} and {1e3 * host_s:.2f} ms; {plan.reason}"
     )
 

@@ -215,7 +215,7 @@ class SamplePlan:
         return address
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Samples:
     """The samples of one snapshot: their places, and the words found there at each reading of an engine.
 

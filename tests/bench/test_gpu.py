@@ -23,7 +23,7 @@ from bench.overhead import Job
 from ckptd.demo.data import load_corpus
 from ckptd.demo.model import MoEConfig, MoETransformer
 
-MODEL = Namespace(width=128, layers=2, experts=4, batch_size=8, settle=5)
+MODEL = Namespace(width=128, layers=2, experts=4, batch_size=8, settle=5, chunk_mib=0)
 
 
 def test_mixed_sizes_have_their_sum_and_spread() -> None:
@@ -38,7 +38,8 @@ def test_mixed_sizes_have_their_sum_and_spread() -> None:
 
 def test_options_of_the_model_reach_its_processes() -> None:
     assert model_options(MODEL) == [
-        *("--width", "128", "--layers", "2", "--experts", "4", "--batch-size", "8", "--settle", "5")
+        *("--width", "128", "--layers", "2", "--experts", "4", "--batch-size", "8", "--settle", "5"),
+        *("--chunk-mib", "0"),
     ]
     assert config_of(MODEL).num_heads == 2
 

@@ -75,6 +75,7 @@ def test_bytes_that_do_not_arrive_end_the_part(monkeypatch: pytest.MonkeyPatch) 
 
     def forgetful(*given: Any) -> None:
         begin(*given)
+        mixed.engine.wait()
         mixed.memory.tensor[0] ^= 1
 
     monkeypatch.setattr(mixed.engine, "begin", forgetful)
@@ -105,6 +106,7 @@ def test_every_candidate_of_a_device_arrives_and_gives_a_plan(
     calls = batch_copies(monkeypatch)
     monkeypatch.setattr(gpu_candidates, "probe", lambda group: "no Triton" if group == "gather" else "")
     args = argparse.Namespace(
+        only=[],
         size_mib=5,
         products=2,
         width=8,

@@ -5,15 +5,21 @@ of a device.
 from __future__ import annotations
 
 import mmap
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from ckptd.cuda import cuda_engine
+from ckptd.cuda.batch_copies import DriverCopies
 from ckptd.cuda.copy_plan import DEFAULT_PLAN, H100_CURVE, choose_copy_plan
 from ckptd.cuda.cuda_engine import CopyTransfers, CudaEngine, compare_with_plan, plan_transfers
 from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
 from tests.cuda.fake_device import pretend_a_device
+from tests.cuda.test_batch_copies import HostDriver
 
 SIZE = 1 << 16
 
@@ -73,9 +79,23 @@ def test_large_tensors_make_way_for_the_copies_of_others() -> None:
 
 
 def test_a_gap_ends_a_run() -> None:
-    items = [item(random(3), 0), item(random(3), 12), item(random(3), 28)]
-    assert [(p.offset, p.nbytes) for p in plan(items).packs] == [(0, 24), (28, 12)]
+    items = [item(random(3), at) for at in (0, 12, 28, 40)]
+    assert [(p.offset, p.nbytes) for p in plan(items).packs] == [(0, 24), (28, 24)]
     through(items, plan(items))
+
+
+def test_a_small_tensor_without_neighbours_needs_no_pack() -> None:
+    """Unless it is cast, or has gaps."""
+    alone = [item(random(3), 0), item(random(100), 1024), item(random(5), 2048)]
+    found = plan(alone)
+    assert [t.numel() for t in found.direct] == [12, 400, 20]
+    assert not found.packs
+    through(alone, found)
+    others = [item(random(3), 0, torch.bfloat16), item(random(8, 2).t(), 1024)]
+    found = plan(others)
+    assert [p.offset for p in found.packs] == [0, 1024]
+    assert not found.direct
+    through(others, found)
 
 
 @pytest.mark.parametrize("offset", [0, 4, 60, 100])
@@ -99,8 +119,10 @@ def test_a_run_that_does_not_begin_at_a_multiple_of_the_packs_alignment(offset: 
 def test_what_is_larger_than_the_pack_goes_through_it_in_parts(tensor: Tensor, dtype: torch.dtype) -> None:
     items = [item(tensor.clone(memory_format=torch.preserve_format), 64, dtype)]
     found = plan(items, pack_bytes=1024, small_bytes=1 << 20)
-    assert len(found.packs) > 4
-    assert all(p.nbytes <= 1024 - 64 for p in found.packs)
+    parts = [p.nbytes for p in found.packs] + [t.numel() for t in found.direct]
+    assert len(parts) > 4
+    assert all(size <= 1024 - 64 for size in parts)
+    assert not (found.packs and found.direct)
     through(items, found)
 
 
@@ -147,7 +169,7 @@ def test_wrong_items_are_refused() -> None:
 def test_the_plan_is_compared_with_what_was_measured_in_words() -> None:
     line = compare_with_plan(DEFAULT_PLAN, [4 << 20] * 1000, 0.1, 0.012)
     assert line.startswith(
-        "a snapshot of 1000 tensors, 4.19 GB: predicted 80.5 ms of copying and 9.04 ms of the training thread, "
+        "a snapshot of 1000 tensors, 4.19 GB: predicted 80.5 ms of copying and 9.04 ms to issue it, "
         "measured 100.0 and 12.00 ms; NVIDIA H100 80GB HBM3: tensors are direct from 4096 KiB on"
     )
 
@@ -173,6 +195,102 @@ def test_an_engine_compares_its_plan_once(
         assert torch.equal(memory.view(each.offset, each.nbytes, torch.float32, (-1,)), each.tensor)
     (line,) = [r.message for r in caplog.records if "predicted" in r.message]
     assert line.startswith("a snapshot of 3 tensors, 0.00 GB: predicted"), "the late one is counted"
+
+
+@pytest.fixture
+def driven(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
+    """The function of a driver that knows many copies at once, played by the host."""
+    pretend_a_device(monkeypatch)
+    driver = HostDriver()
+    monkeypatch.setattr(cuda_engine, "driver_copies", lambda: DriverCopies(driver))
+    return driver
+
+
+def test_the_driver_copies_what_needs_no_pack(driven: HostDriver) -> None:
+    """Chunk by chunk, and not in the training thread; into memory that is registered."""
+    engine = CudaEngine(torch.device("cpu"), replace(DEFAULT_PLAN, small_bytes=256, chunk_bytes=1 << 20))
+    size = 4 << 20
+    memory = HostMemory(memoryview(mmap.mmap(-1, size)))
+    items = CopyList([item(random(700_000), 64), item(random(100), 3 << 20), item(random(3), 3_200_000)])
+    packed = [item(random(3), 3_300_000), item(random(4), 3_300_012)]
+    errors: list[BaseException | None] = []
+    engine.begin(items, memory, 0, errors.append)
+    engine.wait()
+    engine.release(memory)
+    assert not driven.calls, "torch copies to what is not registered"
+    engine.register(memory, [(0, size)])
+    memory.tensor.zero_()
+    engine.begin(items, memory, 0, errors.append, lambda: packed)
+    engine.wait()
+    assert driven.calls == [[1 << 20], [1 << 20], [2_800_000 - (2 << 20), 400, 12]]
+    assert set(driven.threads) == {"ckptd-issue"}
+    every = [*items, *packed]
+    assert all(torch.equal(memory.view(i.offset, i.nbytes, torch.float32, (-1,)), i.tensor) for i in every)
+    before = [i.tensor.clone() for i in every]
+    for i in every:
+        i.tensor.zero_()
+    engine.restore(every, memory, 0)
+    assert all(torch.equal(i.tensor, b) for i, b in zip(every, before, strict=True))
+    assert len(driven.calls) == 4, "one call for all"
+    engine.close()
+    assert errors == [None, None]
+
+
+def test_a_copy_that_the_driver_refuses_is_reported_and_the_next_one_works(driven: HostDriver) -> None:
+    engine = CudaEngine(torch.device("cpu"))
+    memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
+    engine.register(memory, [(0, SIZE)])
+    items = CopyList([item(random(1000), 0)])
+    errors: list[BaseException | None] = []
+    driven.code = 700
+    engine.begin(items, memory, 0, errors.append)
+    engine.wait()
+    driven.code = 0
+    engine.begin(items, memory, 0, errors.append)
+    engine.wait()
+    engine.close()
+    assert "failed with code 700" in str(errors[0])
+    assert errors[1:] == [None]
+    assert torch.equal(memory.view(0, 4000, torch.float32, (-1,)), items[0].tensor)
+
+
+def test_what_is_copied_at_once_is_there_before_the_training_thread_goes_on(driven: HostDriver) -> None:
+    """The rest waits for its turn, here until the training thread has changed what was copied at once."""
+    engine = CudaEngine(torch.device("cpu"))
+    memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
+    engine.register(memory, [(0, SIZE)])
+    at_once, steady = item(random(1000), 0), item(random(900), 8192)
+    expected = at_once.tensor.clone()
+    goes_on = threading.Event()
+
+    def late() -> list[CopyItem]:
+        assert goes_on.wait(60)
+        return []
+
+    engine.begin(CopyList([steady]), memory, 0, lambda error: None, late, [at_once])
+    at_once.tensor.zero_()
+    goes_on.set()
+    engine.wait()
+    engine.close()
+    assert torch.equal(memory.view(0, 4000, torch.float32, (-1,)), expected)
+    assert torch.equal(memory.view(8192, 3600, torch.float32, (-1,)), steady.tensor)
+
+
+def test_waiting_for_copies_that_are_not_issued_counts_as_a_stall(driven: HostDriver) -> None:
+    engine = CudaEngine(torch.device("cpu"))
+    memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
+
+    def late() -> list[CopyItem]:
+        time.sleep(0.2)
+        return []
+
+    engine.begin(CopyList([item(random(10), 0)]), memory, 0, lambda error: None, late)
+    assert engine.wait() > 0
+    engine.begin(CopyList([item(random(10), 0)]), memory, 0, lambda error: None)
+    while not engine._open.issued.is_set():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    assert engine._issued() == 0
+    engine.close()
 
 
 def test_the_chunk_of_the_plan_is_the_length_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
