@@ -32,6 +32,7 @@ from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
 from ckptd.cuda.quiet_threads import quietly, start_quiet
 from ckptd.cuda.samples import Samples
+from ckptd.cuda.store_kernel import StoreKernel, Tiles, store_kernel
 
 __all__ = ["CopyTransfers", "CudaEngine", "compare_with_plan", "make_engine", "plan_transfers"]
 
@@ -81,8 +82,16 @@ class CopyTransfers:
     packs: list[Pack] = field(default_factory=list)
     host: list[CopyItem] = field(default_factory=list)
     _table: CopyTable | None = None
+    _tiles: Tiles | None = None
 
-    def send(self, image: Tensor, copies: DriverCopies | None = None, stream: int = 0) -> None:
+    def send(
+        self,
+        image: Tensor,
+        copies: DriverCopies | None = None,
+        stream: int = 0,
+        kernel: StoreKernel | None = None,
+        whole: bool = False,
+    ) -> None:
         """Copy to host memory (``uint8``, which begins with the image), on the current stream.
 
         Args:
@@ -97,6 +106,15 @@ class CopyTransfers:
             image[pack.offset : pack.offset + pack.nbytes].copy_(
                 self.pack[pack.lead : pack.lead + pack.nbytes], non_blocking=True
             )
+        if kernel is not None:
+            if self.direct:
+                if self._tiles is None:
+                    self._tiles = Tiles.of(self.table, self.pack.device)
+                kernel.store(self._tiles, image.data_ptr(), stream)
+            return
+        if whole and copies is not None and self.direct:
+            copies.to_host(self.table, slice(0, len(self.table)), image.data_ptr(), stream)
+            return
         between = self.pack[-1:]  # nothing else uses this byte
         places = self._places(image) if copies is None else []
         address = image.data_ptr()
@@ -352,6 +370,7 @@ class CudaEngine:
     host_waits = False
     inline = False
     last_copy_s = 0.0
+    way = "kernel"
 
     def __init__(self, device: torch.device, plan: CopyPlan = DEFAULT_PLAN) -> None:
         self.device = device
@@ -515,7 +534,11 @@ class CudaEngine:
 
     def _send(self, transfers: CopyTransfers, order: _Order) -> None:
         copies = self._copies_for(order.memory)
-        transfers.send(order.memory.tensor[order.base :], copies, self._stream.cuda_stream)
+        kernel = None
+        if copies is not None and self.way == "kernel":
+            kernel = store_kernel(self.device.index or 0)
+        image = order.memory.tensor[order.base :]
+        transfers.send(image, copies, self._stream.cuda_stream, kernel, whole=self.way == "batch")
 
     def _copies_for(self, memory: HostMemory) -> DriverCopies | None:
         """The driver's function for many copies: it wants registered memory."""

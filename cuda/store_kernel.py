@@ -1,0 +1,115 @@
+"""Many copies to the host by one kernel of few blocks, which stores into registered memory itself.
+
+The copy engine of a device stays with a stream as long as that has copies ready, and the training's own small
+copies (the size of a `nonzero`, an `item`) wait; so copies are cut into chunks, each with a kernel behind it and
+calls of the host. A kernel that stores past the copy engine needs one launch for a whole snapshot and lets no
+small copy wait. Its stores wait for the link most of the time, so a few blocks are enough, and other kernels run
+beside them.
+
+The kernel is in `store_kernel.cu`, and as the driver compiles it in `store_kernel.ptx` (compute capability 7.0
+and newer): no compiler is needed where it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptd.cuda.batch_copies import CopyTable
+
+__all__ = ["BLOCKS", "StoreKernel", "Tiles", "store_kernel"]
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = "libcuda.so.1"
+BLOCKS = 8
+_THREADS = 512
+_TILE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What the kernel takes: ``int64`` ``[count, 3]`` on the device: address, place in the image, bytes."""
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, table: CopyTable, device: torch.device) -> Tiles:
+        counts = -(-table.sizes.astype(np.int64) // _TILE_BYTES)
+        total = int(counts.sum())
+        owner = np.repeat(np.arange(len(table)), counts)
+        begin = (np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)) * _TILE_BYTES
+        rows = np.empty((total, 3), np.int64)
+        rows[:, 0] = table.tensors.view(np.int64)[owner] + begin
+        rows[:, 1] = table.places.view(np.int64)[owner] + begin
+        rows[:, 2] = np.minimum(table.sizes.view(np.int64)[owner] - begin, _TILE_BYTES)
+        return cls(torch.from_numpy(rows).to(device))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class StoreKernel:
+    """The kernel in the context of one device.
+
+    Args:
+        launch: ``cuLaunchKernel``.
+        function: the kernel.
+    """
+
+    def __init__(self, launch: Any, function: ctypes.c_void_p) -> None:
+        self._launch, self._function = launch, function
+        self.blocks = BLOCKS
+
+    def store(self, tiles: Tiles, image: int, stream: int) -> None:
+        """Copy the tiles to the image at the address ``image``, which is registered memory.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        if not len(tiles):
+            return
+        values = (
+            ctypes.c_uint64(tiles.rows.data_ptr()),
+            ctypes.c_uint32(len(tiles)),
+            ctypes.c_uint64(image),
+        )
+        pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
+        one, none = ctypes.c_uint(1), ctypes.c_void_p(None)
+        code = self._launch(
+            self._function,
+            *(ctypes.c_uint(min(self.blocks, len(tiles))), one, one),
+            *(ctypes.c_uint(_THREADS), one, one),
+            ctypes.c_uint(0),
+            ctypes.c_void_p(stream),
+            pointers,
+            none,
+        )
+        if code != 0:
+            raise RuntimeError(f"the kernel that copies to the host could not be launched: code {code}")
+
+
+@functools.cache
+def store_kernel(device: int) -> StoreKernel | None:
+    """The kernel for the device of this number, whose context is current; None if the driver refuses it."""
+    text = importlib.resources.files("ckptd.cuda").joinpath("store_kernel.ptx").read_bytes() + b"\0"
+    try:
+        driver = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        logger.info("no kernel copies to the host: %s", error)
+        return None
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    code = driver.cuModuleLoadData(ctypes.byref(module), text)
+    code = code or driver.cuModuleGetFunction(ctypes.byref(function), module, b"ckptd_store")
+    if code != 0:
+        logger.info("device %d: no kernel copies to the host: the driver refuses it with code %d", device, code)
+        return None
+    return StoreKernel(driver.cuLaunchKernel, function)
