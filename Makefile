@@ -49,7 +49,7 @@ GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 REROUTE_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-matrix campaign-habits simulation simulation-mutations fuzz lock dist clean
+.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-matrix campaign-habits simulation simulation-mutations fuzz kernel lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -67,6 +67,13 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock | $(BIN)/python
 	$(PIP) -c constraints.txt torch
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
+
+# Needs CUDA's compiler. Nothing in the kernel is newer than PTX 7.0 (CUDA 11) and compute capability 7.0.
+kernel:
+	nvcc -ptx -arch=compute_75 -o out/store_kernel.ptx cuda/csrc/store_kernel.cu
+	{ echo "// sha256 of store_kernel.cu: $$(sha256sum < cuda/csrc/store_kernel.cu | cut -d' ' -f1)"; \
+		sed -E 's/^\.version .*/.version 7.0/; s/^\.target .*/.target sm_70/' out/store_kernel.ptx; \
+	} > cuda/csrc/store_kernel.ptx
 
 lock: | $(BIN)/python
 	$(PIP) 'uv>=0.8'

@@ -169,11 +169,18 @@ def clock_ms(work: Callable[[], object]) -> float:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1
+    variants: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int = 1, limit_s: float = math.inf
 ) -> dict[str, list[float]]:
-    """Measure all variants in turn, in alternating order, so that drift hits each of them alike."""
+    """Measure all variants in turn, in alternating order, so that drift hits each of them alike.
+
+    Args:
+        limit_s: no round begins later, but the first: what is measured by then counts.
+    """
     samples: dict[str, list[float]] = {name: [] for name in variants}
+    end_s = time.monotonic() + limit_s
     for number in range(-warmup, rounds):
+        if number > 0 and time.monotonic() > end_s:
+            break
         names = list(variants)
         if number % 2:
             names.reverse()

@@ -1,14 +1,15 @@
 """The copy engine of CUDA devices: copies on a side stream into registered (pinned) slots, small tensors
 packed.
 
-Large dense tensors cross the link by themselves, runs of small ones and casts through a pack. A list of
+Otherwise large dense tensors cross the link by themselves, runs of small ones and casts through a pack. A list of
 copies is planned once and reused at every boundary for which it is handed over again: then the training
 thread makes two or three calls into torch, whatever the number of tensors.
 
-The training thread orders the side stream after its own and goes on; a thread of the engine issues the copies,
-by calls of the driver that take many at once where it can (`ckptd.cuda.batch_copies`). The host never blocks for
-a copy: ``wait`` makes the current stream wait for the side stream, so the optimizer's kernels run after the
-copies while the CPU goes on issuing work. A watcher thread learns from an event when the bytes are there.
+The training thread orders the side stream after its own and goes on; a thread of the engine issues the copies.
+Where the driver takes it, one kernel stores all dense tensors into registered memory (`ckptd.cuda.store_kernel`).
+The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so the optimizer's
+kernels run after the copies while the CPU goes on issuing work. A watcher thread learns from an event when the
+bytes are there.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptd.cuda.batch_copies import CopyTable, DriverCopies, driver_copies
 from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
 from ckptd.cuda.quiet_threads import quietly, start_quiet
 from ckptd.cuda.samples import Samples
 from ckptd.cuda.store_kernel import StoreKernel, Tiles, store_kernel
 
-__all__ = ["CopyTransfers", "CudaEngine", "compare_with_plan", "make_engine", "plan_transfers"]
+__all__ = ["CopyTransfers", "CudaEngine", "describe_copies", "make_engine", "plan_transfers"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class CopyTransfers:
         stretches: the slices of ``direct`` that cross the link at a stretch.
         sizes: of the bytes before, of and between them in the image, alternately, from ``begin`` on.
         host: items that are in host memory already.
+        kernel: sends ``direct``, where there is one.
     """
 
     pack: Tensor
@@ -81,22 +82,14 @@ class CopyTransfers:
     begin: int = 0
     packs: list[Pack] = field(default_factory=list)
     host: list[CopyItem] = field(default_factory=list)
-    _table: CopyTable | None = None
+    kernel: StoreKernel | None = None
     _tiles: Tiles | None = None
 
-    def send(
-        self,
-        image: Tensor,
-        copies: DriverCopies | None = None,
-        stream: int = 0,
-        kernel: StoreKernel | None = None,
-        whole: bool = False,
-    ) -> None:
+    def send(self, image: Tensor, stream: int = 0) -> None:
         """Copy to host memory (``uint8``, which begins with the image), on the current stream.
 
         Args:
-            copies: the driver's function for many copies, if the image is registered memory.
-            stream: the driver's name of the current stream, for ``copies``.
+            stream: the driver's name of it, for the kernel.
         """
         for item in self.host:
             view = item.view()
@@ -106,27 +99,16 @@ class CopyTransfers:
             image[pack.offset : pack.offset + pack.nbytes].copy_(
                 self.pack[pack.lead : pack.lead + pack.nbytes], non_blocking=True
             )
-        if kernel is not None:
-            if self.direct:
-                if self._tiles is None:
-                    self._tiles = Tiles.of(self.table, self.pack.device)
-                kernel.store(self._tiles, image.data_ptr(), stream)
+        if self.kernel is not None:
+            self.kernel.store(self.tiles, image.data_ptr(), stream)
             return
-        if whole and copies is not None and self.direct:
-            copies.to_host(self.table, slice(0, len(self.table)), image.data_ptr(), stream)
-            return
-        between = self.pack[-1:]  # nothing else uses this byte
-        places = self._places(image) if copies is None else []
-        address = image.data_ptr()
+        places = self._places(image)
         for part in self.stretches:
-            if copies is None:
-                torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
-            else:
-                copies.to_host(self.table, part, address, stream)
-            between.zero_()  # the kernel between two copies
+            torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
+            self.pack[-1:].zero_()  # the kernel between two copies; nothing else uses this byte
 
-    def receive(self, image: Tensor, copies: DriverCopies | None = None, stream: int = 0) -> None:
-        """Copy from host memory into the tensors, on the current stream; the arguments are those of `send`."""
+    def receive(self, image: Tensor) -> None:
+        """Copy from host memory into the tensors, on the current stream."""
         for item in self.host:
             view = item.view()
             view.copy_(_place(item, view, image))
@@ -135,20 +117,18 @@ class CopyTransfers:
                 image[pack.offset : pack.offset + pack.nbytes], non_blocking=True
             )
             torch._foreach_copy_(pack.tensors, pack.places)
-        if copies is not None and self.direct:
-            copies.to_device(self.table, image.data_ptr(), stream)
-            return
         places = self._places(image)
         for part in self.stretches:
             torch._foreach_copy_(self.direct[part], places[part], non_blocking=True)
 
     @property
-    def table(self) -> CopyTable:
-        """The copies of ``direct``, for the driver."""
-        if self._table is None:
-            places = [self.begin + at for at in itertools.accumulate(self.sizes[:-1], initial=0)]
-            self._table = CopyTable.of(self.direct, places[1::2])
-        return self._table
+    def tiles(self) -> Tiles:
+        """Of ``direct``, for the kernel; sent to the device once."""
+        if self._tiles is None:
+            begins = itertools.accumulate(self.sizes[:-1], initial=self.begin)
+            places = list(begins)[1::2] if self.sizes else []
+            self._tiles = Tiles.of(self.direct, places, self.pack.device)
+        return self._tiles
 
     def _places(self, image: Tensor) -> list[Tensor]:
         """The place of each of ``direct`` in the image."""
@@ -171,25 +151,31 @@ class _Block:
 
 
 def plan_transfers(
-    items: Sequence[CopyItem], pack: Tensor, *, small_bytes: int = DEFAULT_PLAN.small_bytes
+    items: Sequence[CopyItem],
+    pack: Tensor,
+    *,
+    small_bytes: int = DEFAULT_PLAN.small_bytes,
+    kernel: StoreKernel | None = None,
 ) -> CopyTransfers:
     """The transfers for ``items``, which do not overlap.
 
     Args:
         pack: ``uint8``, on the device: small and cast items go through it, in parts if they are larger.
         small_bytes: dense tensors from this size on need no pack; nor do those that have no neighbour.
+        kernel: sends tensors of any size without a pack, if they are dense.
     Raises:
         RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones
             overlap.
     """
-    planner = _Planner(pack)
+    planner = _Planner(CopyTransfers(pack, kernel=kernel))
+    least = small_bytes if kernel is None else 0
     for item in sorted((i for i in items if i.nbytes), key=lambda i: i.offset):
         view = item.view().detach()
         if view.numel() * item.dtype.itemsize != item.nbytes:
             raise ValueError(f"{tuple(view.shape)} of {item.dtype} are not {item.nbytes} bytes")
         if view.device.type != pack.device.type:
             planner.found.host.append(item)
-        elif view.dtype is item.dtype and item.nbytes >= small_bytes and view.is_contiguous():
+        elif view.dtype is item.dtype and item.nbytes >= least and view.is_contiguous():
             planner.send_directly(view, item.offset)
         else:
             planner.send_packed(view, item)
@@ -199,10 +185,10 @@ def plan_transfers(
 class _Planner:
     """Collects the transfers of items that come in the order of their offsets."""
 
-    def __init__(self, pack: Tensor) -> None:
-        self.found = CopyTransfers(pack)
+    def __init__(self, found: CopyTransfers) -> None:
+        self.found = found
         self._run: list[tuple[_Block, torch.dtype]] = []  # neighbours, for one pack
-        self._limit = pack.numel() - _ALIGNMENT
+        self._limit = found.pack.numel() - _ALIGNMENT
         self._end: int | None = None  # of the direct copies so far
 
     def transfers(self) -> CopyTransfers:
@@ -329,7 +315,7 @@ class _SampleBuffers:
 @dataclass(frozen=True, slots=True)
 class _Job:
     """A copy in flight: its first event if it is timed, its last event, its callback, its sources, which must
-    live until it is over, and the bytes of each if its time is to be compared with the plan's prediction.
+    live until it is over, and the bytes of each if its time is to be logged.
     """
 
     first: torch.cuda.Event | None
@@ -338,6 +324,7 @@ class _Job:
     read: tuple[object, ...]
     sizes: tuple[int, ...] = ()
     host_s: float = 0.0
+    plan: CopyPlan | None = None  # None: the kernel has sent them
 
 
 @dataclass(slots=True)
@@ -346,7 +333,7 @@ class _Order:
 
     items: Sequence[CopyItem]
     memory: HostMemory
-    base: int
+    image: Tensor
     done: Callable[[BaseException | None], None]
     late: Callable[[], Sequence[CopyItem]]
     at_once: Sequence[CopyItem]
@@ -370,7 +357,6 @@ class CudaEngine:
     host_waits = False
     inline = False
     last_copy_s = 0.0
-    way = "kernel"
 
     def __init__(self, device: torch.device, plan: CopyPlan = DEFAULT_PLAN) -> None:
         self.device = device
@@ -437,11 +423,12 @@ class CudaEngine:
         first = torch.cuda.Event(enable_timing=True)
         first.record(self._stream)
         last = torch.cuda.Event(enable_timing=True, blocking=True)
-        order = _Order(items, memory, base, done, late, at_once, first, last)
+        image = memory.tensor[base:]
+        order = _Order(items, memory, image, done, late, at_once, first, last)
         if at_once:
             try:
                 with torch.no_grad(), torch.cuda.stream(self._stream):
-                    self._send(self._transfers(at_once), order)
+                    self._transfers(at_once, memory).send(image, self._stream.cuda_stream)
                     current.wait_event(self._stream.record_event())
             except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
                 order.error = caught
@@ -503,8 +490,7 @@ class CudaEngine:
         self._issued()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            transfers = self._plan_transfers(items)
-            transfers.receive(memory.tensor[base:], self._copies_for(memory), self._stream.cuda_stream)
+            self._plan_transfers(items, None).receive(memory.tensor[base:])
         self._stream.synchronize()
 
     def close(self) -> None:
@@ -518,31 +504,27 @@ class CudaEngine:
         self._jobs.put(None)
         self._watcher.join(timeout=30)
 
-    def _transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
+    def _transfers(self, items: Sequence[CopyItem], memory: HostMemory) -> CopyTransfers:
         """Planned once for a list that is handed over again, which it is as long as its tensors are
         the same.
         """
         if not isinstance(items, CopyList):
-            return self._plan_transfers(items)
+            # Without the kernel, whose tiles are memory of the device: where it hangs, parking copies such a list.
+            return self._plan_transfers(items, None)
+        kernel = self._kernel_for(memory)
         key = weakref.ref(items, lambda gone: self._planned.pop(gone, None))
-        if key not in self._planned:
-            self._planned[key] = self._plan_transfers(items)
-        return self._planned[key]
+        found = self._planned.get(key)
+        if found is None or found.kernel is not kernel:
+            found = self._planned[key] = self._plan_transfers(items, kernel)
+        return found
 
-    def _plan_transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
-        return plan_transfers(items, self._pack, small_bytes=self._plan.small_bytes)
+    def _plan_transfers(self, items: Sequence[CopyItem], kernel: StoreKernel | None) -> CopyTransfers:
+        return plan_transfers(items, self._pack, small_bytes=self._plan.small_bytes, kernel=kernel)
 
-    def _send(self, transfers: CopyTransfers, order: _Order) -> None:
-        copies = self._copies_for(order.memory)
-        kernel = None
-        if copies is not None and self.way == "kernel":
-            kernel = store_kernel(self.device.index or 0)
-        image = order.memory.tensor[order.base :]
-        transfers.send(image, copies, self._stream.cuda_stream, kernel, whole=self.way == "batch")
-
-    def _copies_for(self, memory: HostMemory) -> DriverCopies | None:
-        """The driver's function for many copies: it wants registered memory."""
-        return driver_copies() if memory.address in self._registered else None
+    def _kernel_for(self, memory: HostMemory) -> StoreKernel | None:
+        """The kernel stores into registered memory only."""
+        number = self._pack.device.index or 0
+        return store_kernel(number) if memory.address in self._registered else None
 
     def _buffers_for(self, samples: Samples) -> _SampleBuffers:
         """Buffers for these samples as long as they live. The watcher holds them until the device has used
@@ -578,7 +560,7 @@ class CudaEngine:
     def _issue(self, order: _Order) -> None:
         items, error = order.items, order.error
         more: Sequence[CopyItem] = ()
-        # The first time the transfers are planned, too, which the prediction does not cover.
+        # The first time the transfers are planned, too.
         repeated = not self._compared and isinstance(items, CopyList) and weakref.ref(items) in self._planned
         begun = time.perf_counter()
         if error is None:
@@ -587,9 +569,9 @@ class CudaEngine:
                     # Binds the device's context to this thread, which the driver's calls need.
                     self._pack[-1:].zero_()
                     more = order.late()
-                    self._send(self._transfers(items), order)
+                    self._transfers(items, order.memory).send(order.image, self._stream.cuda_stream)
                     if more:
-                        self._send(self._plan_transfers(more), order)
+                        self._transfers(more, order.memory).send(order.image, self._stream.cuda_stream)
             except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
                 error = caught
         order.last.record(self._stream)
@@ -600,7 +582,9 @@ class CudaEngine:
             sizes, self._compared = tuple(item.nbytes for item in every if item.nbytes), True
         # Also after an error: work given to the device before goes on reading.
         read = (tuple(items), more, order.at_once)
-        self._jobs.put(_Job(order.first, order.last, None if error else order.done, read, sizes, host_s))
+        plan = self._plan if self._kernel_for(order.memory) is None else None
+        done = None if error else order.done
+        self._jobs.put(_Job(order.first, order.last, done, read, sizes, host_s, plan))
         if error is not None:
             order.done(error)
 
@@ -634,7 +618,7 @@ class CudaEngine:
         if job.done is not None:
             job.done(error)
         if job.sizes and error is None:
-            logger.info("%s", compare_with_plan(self._plan, job.sizes, self.last_copy_s, job.host_s))
+            logger.info("%s", describe_copies(job.plan, job.sizes, self.last_copy_s, job.host_s))
 
     def _forget_error(self) -> None:
         """Consume the driver's refusal: the runtime keeps it for the next kernel's launch check, the
@@ -646,14 +630,20 @@ class CudaEngine:
             logger.debug("the driver's refusal: %s", error)
 
 
-def compare_with_plan(plan: CopyPlan, sizes: Sequence[int], copy_s: float, host_s: float) -> str:
-    """A line for the log: what the plan predicts for a snapshot, and what was measured."""
+def describe_copies(plan: CopyPlan | None, sizes: Sequence[int], copy_s: float, host_s: float) -> str:
+    """A line for the log: what was measured of a snapshot, and what the plan predicts.
+
+    Args:
+        plan: None: the kernel has sent it.
+    """
+    what = f"a snapshot of {len(sizes)} tensors, {sum(sizes) / 1e9:.2f} GB"
+    measured = f"{1e3 * copy_s:.1f} ms of copying and {1e3 * host_s:.2f} ms to issue it"
+    if plan is None:
+        return f"{what}, by a kernel that stores into host memory: {measured}"
     predicted = plan.predict(sizes)
     return (
-        f"a snapshot of {len(sizes)} tensors, {sum(sizes) / 1e9:.2f} GB: "
-        f"predicted {1e3 * predicted.copy_s:.1f} ms of copying "
-        f"and {1e3 * predicted.host_s:.2f} ms to issue it, "
-        f"measured {1e3 * copy_s:.1f} and {1e3 * host_s:.2f} ms; {plan.reason}"
+        f"{what}: {measured}, predicted {1e3 * predicted.copy_s:.1f} and {1e3 * predicted.host_s:.2f} ms; "
+        f"{plan.reason}"
     )
 
 

@@ -4,22 +4,22 @@ of a device.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from ckptd.cuda import cuda_engine
-from ckptd.cuda.batch_copies import DriverCopies
 from ckptd.cuda.copy_plan import DEFAULT_PLAN, H100_CURVE, choose_copy_plan
-from ckptd.cuda.cuda_engine import CopyTransfers, CudaEngine, compare_with_plan, plan_transfers
+from ckptd.cuda.cuda_engine import CopyTransfers, CudaEngine, describe_copies, plan_transfers
 from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
+from ckptd.cuda.store_kernel import StoreKernel
 from tests.cuda.fake_device import pretend_a_device
-from tests.cuda.test_batch_copies import HostDriver
+from tests.cuda.host_kernel import HostLaunch
 
 SIZE = 1 << 16
 
@@ -166,11 +166,16 @@ def test_wrong_items_are_refused() -> None:
         plan([item(random(128), 0), item(random(128), 256)])
 
 
-def test_the_plan_is_compared_with_what_was_measured_in_words() -> None:
-    line = compare_with_plan(DEFAULT_PLAN, [4 << 20] * 1000, 0.1, 0.012)
+def test_what_was_measured_is_told_beside_what_the_plan_predicts() -> None:
+    sizes = [4 << 20] * 1000
+    line = describe_copies(DEFAULT_PLAN, sizes, 0.1, 0.012)
     assert line.startswith(
-        "a snapshot of 1000 tensors, 4.19 GB: predicted 80.5 ms of copying and 9.04 ms to issue it, "
-        "measured 100.0 and 12.00 ms; NVIDIA H100 80GB HBM3: tensors are direct from 4096 KiB on"
+        "a snapshot of 1000 tensors, 4.19 GB: 100.0 ms of copying and 12.00 ms to issue it, predicted 80.5 and "
+        "9.04 ms; NVIDIA H100 80GB HBM3: tensors are direct from 4096 KiB on"
+    )
+    assert describe_copies(None, sizes, 0.1, 0.001) == (
+        "a snapshot of 1000 tensors, 4.19 GB, by a kernel that stores into host memory: 100.0 ms of copying and "
+        "1.00 ms to issue it"
     )
 
 
@@ -194,67 +199,72 @@ def test_an_engine_compares_its_plan_once(
     for each in kept:
         assert torch.equal(memory.view(each.offset, each.nbytes, torch.float32, (-1,)), each.tensor)
     (line,) = [r.message for r in caplog.records if "predicted" in r.message]
-    assert line.startswith("a snapshot of 3 tensors, 0.00 GB: predicted"), "the late one is counted"
+    assert line.startswith("a snapshot of 3 tensors, 0.00 GB: "), "the late one is counted"
 
 
 @pytest.fixture
-def driven(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
-    """The function of a driver that knows many copies at once, played by the host."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> HostLaunch:
+    """A device and its driver, which compiles and launches the kernel, played by the host."""
     pretend_a_device(monkeypatch)
-    driver = HostDriver()
-    monkeypatch.setattr(cuda_engine, "driver_copies", lambda: DriverCopies(driver))
-    return driver
+    launch = HostLaunch()
+    kernel = StoreKernel(launch, ctypes.c_void_p(1))
+    monkeypatch.setattr(cuda_engine, "store_kernel", lambda number: kernel)
+    return launch
 
 
-def test_the_driver_copies_what_needs_no_pack(driven: HostDriver) -> None:
-    """Chunk by chunk, and not in the training thread; into memory that is registered."""
-    engine = CudaEngine(torch.device("cpu"), replace(DEFAULT_PLAN, small_bytes=256, chunk_bytes=1 << 20))
+def test_the_kernel_sends_dense_tensors_of_any_size(launches: HostLaunch) -> None:
+    """By one launch, not in the training thread; a list that comes once, or memory that is not registered, is sent
+    by torch.
+    """
+    engine = CudaEngine(torch.device("cpu"))
     size = 4 << 20
     memory = HostMemory(memoryview(mmap.mmap(-1, size)))
     items = CopyList([item(random(700_000), 64), item(random(100), 3 << 20), item(random(3), 3_200_000)])
-    packed = [item(random(3), 3_300_000), item(random(4), 3_300_012)]
+    cast, once = item(random(7), 3_250_000, torch.bfloat16), [item(random(4), 3_300_012)]
+    items.append(cast)
     errors: list[BaseException | None] = []
     engine.begin(items, memory, 0, errors.append)
     engine.wait()
     engine.release(memory)
-    assert not driven.calls, "torch copies to what is not registered"
+    assert not launches.sizes
     engine.register(memory, [(0, size)])
     memory.tensor.zero_()
-    engine.begin(items, memory, 0, errors.append, lambda: packed)
+    engine.begin(items, memory, 0, errors.append, lambda: once)
     engine.wait()
-    assert driven.calls == [[1 << 20], [1 << 20], [2_800_000 - (2 << 20), 400, 12]]
-    assert set(driven.threads) == {"ckptd-issue"}
-    every = [*items, *packed]
-    assert all(torch.equal(memory.view(i.offset, i.nbytes, torch.float32, (-1,)), i.tensor) for i in every)
-    before = [i.tensor.clone() for i in every]
-    for i in every:
+    tile = 256 << 10
+    assert launches.sizes == [[*[tile] * 10, 2_800_000 - 10 * tile, 400, 12]]
+    assert launches.threads == ["ckptd-issue"]
+    for each in (*items, *once):
+        there = memory.view(each.offset, each.nbytes, each.dtype, (-1,))
+        assert torch.equal(there, each.tensor.to(each.dtype))
+    before = [i.tensor.clone() for i in items[:3]]
+    for i in items[:3]:
         i.tensor.zero_()
-    engine.restore(every, memory, 0)
-    assert all(torch.equal(i.tensor, b) for i, b in zip(every, before, strict=True))
-    assert len(driven.calls) == 4, "one call for all"
+    engine.restore(items, memory, 0)
+    assert all(torch.equal(i.tensor, b) for i, b in zip(items[:3], before, strict=True))
     engine.close()
     assert errors == [None, None]
 
 
-def test_a_copy_that_the_driver_refuses_is_reported_and_the_next_one_works(driven: HostDriver) -> None:
+def test_a_copy_that_the_driver_refuses_is_reported_and_the_next_one_works(launches: HostLaunch) -> None:
     engine = CudaEngine(torch.device("cpu"))
     memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
     engine.register(memory, [(0, SIZE)])
     items = CopyList([item(random(1000), 0)])
     errors: list[BaseException | None] = []
-    driven.code = 700
+    launches.code = 700
     engine.begin(items, memory, 0, errors.append)
     engine.wait()
-    driven.code = 0
+    launches.code = 0
     engine.begin(items, memory, 0, errors.append)
     engine.wait()
     engine.close()
-    assert "failed with code 700" in str(errors[0])
+    assert "could not be launched: code 700" in str(errors[0])
     assert errors[1:] == [None]
     assert torch.equal(memory.view(0, 4000, torch.float32, (-1,)), items[0].tensor)
 
 
-def test_what_is_copied_at_once_is_there_before_the_training_thread_goes_on(driven: HostDriver) -> None:
+def test_what_is_copied_at_once_is_there_before_the_training_thread_goes_on(launches: HostLaunch) -> None:
     """The rest waits for its turn, here until the training thread has changed what was copied at once."""
     engine = CudaEngine(torch.device("cpu"))
     memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
@@ -276,7 +286,7 @@ def test_what_is_copied_at_once_is_there_before_the_training_thread_goes_on(driv
     assert torch.equal(memory.view(8192, 3600, torch.float32, (-1,)), steady.tensor)
 
 
-def test_waiting_for_copies_that_are_not_issued_counts_as_a_stall(driven: HostDriver) -> None:
+def test_waiting_for_copies_that_are_not_issued_counts_as_a_stall(launches: HostLaunch) -> None:
     engine = CudaEngine(torch.device("cpu"))
     memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
 

@@ -1,7 +1,6 @@
 // Copies of many tensors into mapped memory of the host by one kernel (ckptd/cuda/store_kernel.py).
 //
-// store_kernel.ptx is what this becomes, for the driver to compile:
-//     nvcc -ptx -arch=compute_75 -o - store_kernel.cu | sed -E 's/^\.version .*/.version 7.0/; s/^\.target .*/.target sm_70/'
+// store_kernel.ptx is what this becomes, for the driver to compile: `make kernel`.
 //
 // A block takes one tile after the other, as far apart as there are blocks. Loads are issued four at a time
 // and before their stores, so that the latency of the device's memory is hidden by few blocks.

@@ -1,0 +1,132 @@
+"""The kernel that copies to the host: its tiles, its launch, and its source, which the host plays here."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptd.cuda import store_kernel as module
+from ckptd.cuda.store_kernel import StoreKernel, Tiles, store_kernel
+from tests.cuda.host_kernel import HostLaunch
+
+SOURCES = Path(module.__file__).parent / "csrc"
+HOST = torch.device("cpu")
+STREAM = 7
+TILE = 256 << 10
+
+
+def tensors() -> list[Tensor]:
+    return [torch.randn(n) for n in (5, 1, 300)]
+
+
+def test_tiles_are_parts_of_tensors_at_their_places() -> None:
+    large = torch.zeros(TILE // 4 + 3)
+    small = torch.zeros(2)
+    rows = Tiles.of([large, small], [64, 1 << 20], HOST).rows.tolist()
+    assert rows == [
+        [large.data_ptr(), 64, TILE],
+        [large.data_ptr() + TILE, 64 + TILE, 12],
+        [small.data_ptr(), 1 << 20, 8],
+    ]
+    assert len(Tiles.of([], [], HOST)) == 0
+
+
+def test_a_launch_brings_all_tiles_and_no_other_byte_changes() -> None:
+    live, image = tensors(), torch.full((2048,), 0xA5, dtype=torch.uint8)
+    launch = HostLaunch()
+    kernel = StoreKernel(launch, ctypes.c_void_p(1))
+    kernel.store(Tiles.of(live, [16, 40, 512], HOST), image.data_ptr(), STREAM)
+    expected = torch.full((2048,), 0xA5, dtype=torch.uint8)
+    for tensor, place in zip(live, (16, 40, 512), strict=True):
+        raw = tensor.view(torch.uint8)
+        expected[place : place + len(raw)] = raw
+    assert torch.equal(image, expected)
+    assert (launch.sizes, launch.streams) == ([[20, 4, 1200]], [STREAM])
+
+
+def test_there_are_no_more_blocks_than_tiles_and_no_launch_for_nothing() -> None:
+    launch = HostLaunch()
+    kernel = StoreKernel(launch, ctypes.c_void_p(1))
+    image = torch.zeros(8 * TILE, dtype=torch.uint8)
+    for size in (TILE, 2 * TILE, 8 * TILE, 0):
+        kernel.store(Tiles.of([torch.zeros(size // 4)], [0], HOST), image.data_ptr(), STREAM)
+    assert launch.grids == [(1, 1, 1), (2, 1, 1), (4, 1, 1)]
+
+
+def test_a_refused_launch_is_an_error_with_its_code() -> None:
+    tiles = Tiles.of(tensors(), [0, 64, 128], HOST)
+    with pytest.raises(RuntimeError, match="could not be launched: code 700"):
+        StoreKernel(HostLaunch(700), ctypes.c_void_p(1)).store(tiles, 0, STREAM)
+
+
+def test_a_machine_without_the_driver_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_kernel.cache_clear()
+    monkeypatch.setattr(module, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    with caplog.at_level("INFO"):
+        assert store_kernel(0) is None
+    assert "no kernel copies to the host: libcuda-that-is-not-there.so.1" in caplog.text
+    store_kernel.cache_clear()
+
+
+def test_what_the_driver_compiles_was_made_of_the_source() -> None:
+    """`make kernel` makes it anew; any device from compute capability 7.0 on takes it, with any driver that knows
+    PTX 7.0 (CUDA 11).
+    """
+    text = (SOURCES / "store_kernel.ptx").read_text()
+    digest = hashlib.sha256((SOURCES / "store_kernel.cu").read_bytes()).hexdigest()
+    assert text.splitlines()[0] == f"// sha256 of store_kernel.cu: {digest}"
+    assert ".version 7.0\n.target sm_70\n" in text
+    assert ".visible .entry ckptd_store(" in text
+
+
+_PLAYED = """
+#include <cstdint>
+struct Three { unsigned int x; };
+static Three blockIdx, blockDim, gridDim, threadIdx;
+struct alignas(16) uint4 { unsigned int x, y, z, w; };
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __restrict__
+#include "store_kernel.cu"
+extern "C" void play(const Tile* tiles, unsigned int count, unsigned char* image, unsigned int blocks) {
+    gridDim.x = blocks;
+    blockDim.x = 96;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++) ckptd_store(tiles, count, image);
+}
+"""
+
+
+def test_the_source_copies_every_byte_of_any_alignment(tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here, which plays the device")
+    program, library = tmp_path / "play.cpp", tmp_path / "play.so"
+    program.write_text(_PLAYED)
+    command = [compiler, "-O1", "-shared", "-fPIC", f"-I{SOURCES}", "-o", str(library), str(program)]
+    subprocess.run(command, check=True, timeout=300)
+    play = ctypes.CDLL(str(library)).play
+    source = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image, expected = (torch.full((1 << 20,), 0xA5, dtype=torch.uint8) for _ in range(2))
+    rows, at = [], 0
+    for number, size in enumerate((1, 3, 16, 4096, 96 * 64, 96 * 64 + 13, 5000, 24_000, 24_001, 0)):
+        for begin in (0, 16, 4, 1):
+            at += 64 + (number + begin) % 3 * 4
+            rows.append([source.data_ptr() + begin, at, size])
+            expected[at : at + size] = source[begin : begin + size]
+            at += size
+    tiles = torch.tensor(rows)
+    for blocks in (1, 4):
+        image.fill_(0xA5)
+        play(ctypes.c_void_p(tiles.data_ptr()), len(rows), ctypes.c_void_p(image.data_ptr()), blocks)
+        assert torch.equal(image, expected)
