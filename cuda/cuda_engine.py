@@ -1,15 +1,15 @@
 """The copy engine of CUDA devices: copies on a side stream into registered (pinned) slots, small tensors
 packed.
 
-Otherwise large dense tensors cross the link by themselves, runs of small ones and casts through a pack. A list of
-copies is planned once and reused at every boundary for which it is handed over again: then the training
-thread makes two or three calls into torch, whatever the number of tensors.
+The training thread orders the side stream after its own and goes on; a thread of the engine issues the
+copies. Where the driver takes it, one kernel stores all dense tensors into registered memory
+(`ckptd.cuda.store_kernel`). Otherwise large ones cross the link by themselves, and runs of small ones through
+a pack, as casts do in any case. A list of copies is planned once and reused at every boundary for which it is
+handed over again.
 
-The training thread orders the side stream after its own and goes on; a thread of the engine issues the copies.
-Where the driver takes it, one kernel stores all dense tensors into registered memory (`ckptd.cuda.store_kernel`).
-The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so the optimizer's
-kernels run after the copies while the CPU goes on issuing work. A watcher thread learns from an event when the
-bytes are there.
+The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so the
+optimizer's kernels run after the copies while the CPU goes on issuing work. A watcher thread learns from an
+event when the bytes are there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
+from ckptd.cuda.driver import ignore_captures
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
 from ckptd.cuda.quiet_threads import quietly, start_quiet
 from ckptd.cuda.samples import Samples
@@ -509,7 +510,7 @@ class CudaEngine:
         the same.
         """
         if not isinstance(items, CopyList):
-            # Without the kernel, whose tiles are memory of the device: where it hangs, parking copies such a list.
+            # Not by the kernel, whose tiles are memory of the device: parking copies where the device hangs.
             return self._plan_transfers(items, None)
         kernel = self._kernel_for(memory)
         key = weakref.ref(items, lambda gone: self._planned.pop(gone, None))
@@ -547,6 +548,7 @@ class CudaEngine:
     # -- the thread that issues copies ---------------------------------------------------------------
 
     def _issue_all(self) -> None:
+        ignore_captures()
         while (order := quietly(self._orders.get)) is not None:
             try:
                 self._issue(order)
@@ -599,6 +601,7 @@ class CudaEngine:
         return total
 
     def _watch(self) -> None:
+        ignore_captures()
         while (job := quietly(self._jobs.get)) is not None:
             try:
                 self._report(job)

@@ -1,10 +1,10 @@
 """Many copies to the host by one kernel of few blocks, which stores into registered memory itself.
 
 The copy engine of a device stays with a stream as long as that has copies ready, and the training's own small
-copies (the size of a `nonzero`, an `item`) wait; so copies are cut into chunks, each with a kernel behind it and
-calls of the host: 26 ms for a GB in chunks of 4 MiB, measured on an H200. A kernel that stores past the copy
-engine needs one launch for a whole snapshot, and a small copy waits for less than a chunk. Its stores wait for the
-link most of the time, so a few blocks are enough, and other kernels run beside them.
+copies (the size of a `nonzero`, an `item`) wait; so copies are cut into chunks, each with a kernel behind it
+and calls of the host: 26 ms for a GB in chunks of 4 MiB, measured on an H200. A kernel that stores past the
+copy engine needs one launch for a whole snapshot, and a small copy waits for less than a chunk. Its stores
+wait for the link most of the time, so a few blocks are enough, and other kernels run beside them.
 
 The kernel is in `csrc/store_kernel.cu`, and as the driver compiles it in `csrc/store_kernel.ptx` (compute
 capability 7.0 and newer; `make kernel` makes it): no compiler is needed where it runs.
@@ -24,14 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptd.cuda.driver import cuda_driver
+
 __all__ = ["StoreKernel", "Tiles", "store_kernel"]
 
 logger = logging.getLogger(__name__)
 
-_LIBRARY = "libcuda.so.1"
 _SOURCE, _NAME = "csrc/store_kernel.ptx", b"ckptd_store"
-# On an H200, 4, 8 and 16 blocks all reach 0.93 of the link, and another stream's copy of 8 bytes waits the less the
-# fewer there are (bench/results/one_gpu_h200_202611.md).
+# On an H200, 4, 8 and 16 blocks all reach 0.93 of the link, and a small copy of another stream waits the less
+# the fewer there are (bench/results/one_gpu_h200_202611.md).
 _BLOCKS, _THREADS = 4, 512
 _TILE_BYTES = 256 << 10
 
@@ -44,7 +45,7 @@ class Tiles:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], places: Sequence[int], device: torch.device) -> Tiles:
-        """Of dense tensors, each of which goes to one place (a number of bytes from the begin of the image)."""
+        """Of dense tensors, each of which goes to one place: bytes from the begin of the image."""
         sizes = np.array([t.numel() * t.element_size() for t in tensors], np.int64)
         counts = -(-sizes // _TILE_BYTES)
         total = int(counts.sum())
@@ -102,12 +103,10 @@ class StoreKernel:
 @functools.cache
 def store_kernel(device: int) -> StoreKernel | None:
     """The kernel for the device of this number, whose context is current; None if the driver refuses it."""
-    text = importlib.resources.files("ckptd.cuda").joinpath(_SOURCE).read_bytes() + b"\0"
-    try:
-        driver = ctypes.CDLL(_LIBRARY)
-    except OSError as error:
-        logger.info("no kernel copies to the host: %s", error)
+    driver = cuda_driver()
+    if driver is None:
         return None
+    text = importlib.resources.files("ckptd.cuda").joinpath(_SOURCE).read_bytes() + b"\0"
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     code = driver.cuModuleLoadData(ctypes.byref(module), text)
     code = code or driver.cuModuleGetFunction(ctypes.byref(function), module, _NAME)

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,15 +67,44 @@ def test_a_refused_launch_is_an_error_with_its_code() -> None:
         StoreKernel(HostLaunch(700), ctypes.c_void_p(1)).store(tiles, 0, STREAM)
 
 
-def test_a_machine_without_the_driver_has_no_kernel(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class Driver:
+    """Takes the kernel's text, or refuses it."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+        self.cuLaunchKernel = HostLaunch()
+        self.text = b""
+
+    def cuModuleLoadData(self, module: object, text: bytes) -> int:
+        self.text = text
+        return self._code
+
+    def cuModuleGetFunction(self, function: object, module: object, name: bytes) -> int:
+        assert name == b"ckptd_store"
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Driver | None], StoreKernel | None]]:
+    def kernel_of(driver: Driver | None) -> StoreKernel | None:
+        store_kernel.cache_clear()
+        monkeypatch.setattr(module, "cuda_driver", lambda: driver)
+        return store_kernel(0)
+
+    yield kernel_of
+    store_kernel.cache_clear()
+
+
+def test_the_driver_compiles_the_kernel_that_is_in_the_package(
+    compiled: Callable[[Driver | None], StoreKernel | None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    store_kernel.cache_clear()
-    monkeypatch.setattr(module, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    driver = Driver(0)
+    assert compiled(driver) is not None
+    assert driver.text == (SOURCES / "store_kernel.ptx").read_bytes() + b"\0"
+    assert compiled(None) is None
     with caplog.at_level("INFO"):
-        assert store_kernel(0) is None
-    assert "no kernel copies to the host: libcuda-that-is-not-there.so.1" in caplog.text
-    store_kernel.cache_clear()
+        assert compiled(Driver(222)) is None
+    assert "device 0: no kernel copies to the host: the driver refuses it with code 222" in caplog.text
 
 
 def test_what_the_driver_compiles_was_made_of_the_source() -> None:
