@@ -30,6 +30,8 @@ __all__ = ["StoreKernel", "Tiles", "store_kernel"]
 
 logger = logging.getLogger(__name__)
 
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_HOST_POINTERS = 91
 _SOURCE, _NAME = "csrc/store_kernel.ptx", b"ckptd_store"
 # On an H200, 4, 8 and 16 blocks all reach 0.93 of the link, and a small copy of another stream waits the less
 # the fewer there are (bench/results/one_gpu_h200_202611.md).
@@ -102,11 +104,18 @@ class StoreKernel:
 
 @functools.cache
 def store_kernel(device: int) -> StoreKernel | None:
-    """The kernel for the device of this number, whose context is current; None if the driver refuses it."""
+    """The kernel for the device of this number, whose context is current; None if the driver refuses it, or
+    registered memory of the host has another address on the device.
+    """
     driver = cuda_driver()
     if driver is None:
         return None
     text = importlib.resources.files("ckptd.cuda").joinpath(_SOURCE).read_bytes() + b"\0"
+    usable = ctypes.c_int(0)
+    code = driver.cuDeviceGetAttribute(ctypes.byref(usable), _HOST_POINTERS, device)
+    if code != 0 or not usable.value:
+        logger.info("device %d: no kernel copies to the host: it cannot use the host's addresses", device)
+        return None
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     code = driver.cuModuleLoadData(ctypes.byref(module), text)
     code = code or driver.cuModuleGetFunction(ctypes.byref(function), module, _NAME)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,10 +71,15 @@ def test_a_refused_launch_is_an_error_with_its_code() -> None:
 class Driver:
     """Takes the kernel's text, or refuses it."""
 
-    def __init__(self, code: int) -> None:
-        self._code = code
+    def __init__(self, code: int, *, host_pointers: int = 1) -> None:
+        self._code, self._host_pointers = code, host_pointers
         self.cuLaunchKernel = HostLaunch()
         self.text = b""
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        assert (attribute, device) == (91, 0)
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self._host_pointers
+        return 0
 
     def cuModuleLoadData(self, module: object, text: bytes) -> int:
         self.text = text
@@ -104,7 +110,9 @@ def test_the_driver_compiles_the_kernel_that_is_in_the_package(
     assert compiled(None) is None
     with caplog.at_level("INFO"):
         assert compiled(Driver(222)) is None
+        assert compiled(Driver(0, host_pointers=0)) is None
     assert "device 0: no kernel copies to the host: the driver refuses it with code 222" in caplog.text
+    assert "device 0: no kernel copies to the host: it cannot use the host's addresses" in caplog.text
 
 
 def test_what_the_driver_compiles_was_made_of_the_source() -> None:
