@@ -41,7 +41,9 @@ _TILE_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What the kernel takes: ``int64`` ``[count, 3]`` on the device: address, place in the image, bytes."""
+    """What the kernel takes: ``int64`` ``[count, 3]`` on the device: address, place in the image, bytes. The
+    tensors must live as long.
+    """
 
     rows: Tensor
 

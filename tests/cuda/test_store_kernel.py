@@ -57,8 +57,9 @@ def test_there_are_no_more_blocks_than_tiles_and_no_launch_for_nothing() -> None
     launch = HostLaunch()
     kernel = StoreKernel(launch, ctypes.c_void_p(1))
     image = torch.zeros(8 * TILE, dtype=torch.uint8)
+    source = torch.zeros(2 * TILE)
     for size in (TILE, 2 * TILE, 8 * TILE, 0):
-        kernel.store(Tiles.of([torch.zeros(size // 4)], [0], HOST), image.data_ptr(), STREAM)
+        kernel.store(Tiles.of([source[: size // 4]], [0], HOST), image.data_ptr(), STREAM)
     assert launch.grids == [(1, 1, 1), (2, 1, 1), (4, 1, 1)]
 
 
