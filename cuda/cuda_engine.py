@@ -95,32 +95,33 @@ class CopyTransfers:
         for item in self.host:
             view = item.view()
             _place(item, view, image).copy_(view)
+        if self.kernel is not None:
+            self.kernel.store(self.tiles, image.data_ptr(), stream)
+        else:
+            places = self._places(image)
+            for part in self.stretches:
+                torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
+                self.pack[-1:].zero_()  # the kernel between two copies; nothing else uses this byte
+        # Last: while the others cross, the host issues these, each by several calls.
         for pack in self.packs:
             torch._foreach_copy_(pack.places, pack.tensors)
             image[pack.offset : pack.offset + pack.nbytes].copy_(
                 self.pack[pack.lead : pack.lead + pack.nbytes], non_blocking=True
             )
-        if self.kernel is not None:
-            self.kernel.store(self.tiles, image.data_ptr(), stream)
-            return
-        places = self._places(image)
-        for part in self.stretches:
-            torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
-            self.pack[-1:].zero_()  # the kernel between two copies; nothing else uses this byte
 
     def receive(self, image: Tensor) -> None:
         """Copy from host memory into the tensors, on the current stream."""
         for item in self.host:
             view = item.view()
             view.copy_(_place(item, view, image))
+        places = self._places(image)
+        for part in self.stretches:
+            torch._foreach_copy_(self.direct[part], places[part], non_blocking=True)
         for pack in self.packs:
             self.pack[pack.lead : pack.lead + pack.nbytes].copy_(
                 image[pack.offset : pack.offset + pack.nbytes], non_blocking=True
             )
             torch._foreach_copy_(pack.tensors, pack.places)
-        places = self._places(image)
-        for part in self.stretches:
-            torch._foreach_copy_(self.direct[part], places[part], non_blocking=True)
 
     @property
     def tiles(self) -> Tiles:
