@@ -25,6 +25,7 @@ from ckptd.client.in_process.rank_links import RankLinks
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.recovery.replay import ReplayMismatch
+from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.restart_line import NextEpoch, TrainerEnd, inherited_line
 
 __all__ = ["InProcessRestarts", "Modes", "in_process_restarts", "why_not"]
@@ -81,12 +82,13 @@ class InProcessRestarts:
         self._told = threading.Condition()
         self._next: NextEpoch | None = None
         self._told_s = 0.0
-        threading.Thread(target=self._listen, name="ckptd-restarts", daemon=True).start()
+        start_loud(self._listen, name="ckptd-restarts")
 
     def _listen(self) -> None:
         while True:
             try:
-                epoch = self._line.receive()
+                with waiting():
+                    epoch = self._line.receive()
             except OSError as error:
                 logger.info("no restart in this process: %s", error)
                 return

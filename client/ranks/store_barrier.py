@@ -36,6 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client.log_lines import get_logger
+from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.errors import DaemonUnavailable
 
 __all__ = [
@@ -175,7 +176,7 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
         else:
             future.set_result(None)
 
-    threading.Thread(target=run, name="ckptd-barrier", daemon=True).start()
+    start_loud(run, name="ckptd-barrier")
     return future
 
 
@@ -245,7 +246,8 @@ def _verdict(store: Any, here: str, rank: int, world_size: int, deadline_s: floa
             _warn_of_missing(store, here, rank, world_size, now - began)
         # Looks that become rare while one waits, and make the wait longer by a tenth at most. (The store's
         # own `wait` writes a warning each time that it does not end.)
-        time.sleep(max(_POLL_S, least_s, min(_POLL_MAX_S, (now - began) / 10)))
+        with waiting():
+            time.sleep(max(_POLL_S, least_s, min(_POLL_MAX_S, (now - began) / 10)))
     return str(store.get(f"{here}/verdict").decode())
 
 
@@ -307,10 +309,7 @@ class FailureDetector:
         self._reported = ""
         server = _tcp_store(store)
         if server is not None:
-            thread = threading.Thread(
-                target=self._run, args=(store, server), name="ckptd-rank-watch", daemon=True
-            )
-            thread.start()
+            start_loud(self._run, store, server, name="ckptd-rank-watch")
 
     def close(self) -> None:
         """End soon; the rank before this one will find this one gone."""
@@ -371,7 +370,8 @@ class FailureDetector:
         return self._watched_by is not None
 
     def _pause(self, most_s: float) -> None:
-        self._wake.wait(most_s)
+        with waiting():
+            self._wake.wait(most_s)
         self._wake.clear()
 
     def _report(self, store: Any, host: str, how: str) -> None:
@@ -393,7 +393,8 @@ class FailureDetector:
 
     def _connect(self, address: tuple[str, int]) -> bool:
         try:
-            made = socket.create_connection(address, timeout=_CONNECT_S)
+            with waiting():
+                made = socket.create_connection(address, timeout=_CONNECT_S)
         except OSError as error:
             logger.debug("rank %d cannot be reached: %s", self._next, error)
             return False
@@ -408,7 +409,9 @@ class FailureDetector:
         assert self._connection is not None
         poll = select.poll()  # descriptors may be above what select() takes
         poll.register(self._connection, select.POLLIN)
-        if not poll.poll(most_s * 1e3):
+        with waiting():
+            ended = poll.poll(most_s * 1e3)
+        if not ended:
             return
         with contextlib.suppress(OSError):  # it broke: that is what is asked here
             if self._connection.recv(1):

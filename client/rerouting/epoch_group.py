@@ -29,6 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from ckptd.client.in_process.rank_links import RankLinks
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.restart_line import EndLoop, NextEpoch, TrainerEnd, TrainerSaid
 
 __all__ = ["EpochGroup", "EpochLine", "Interrupted", "meet"]
@@ -93,12 +94,13 @@ class EpochLine:
         self._links = RankLinks()
         self._told = threading.Condition()
         self.say("ready")
-        threading.Thread(target=self._listen, name="ckptd-reroute", daemon=True).start()
+        start_loud(self._listen, name="ckptd-reroute")
 
     def _listen(self) -> None:
         while True:
             try:
-                news = self._line.receive()
+                with waiting():
+                    news = self._line.receive()
             except OSError as error:
                 logger.info("the host is gone: %s", error)
                 with self._told:
@@ -169,8 +171,7 @@ def meet(line: EpochLine, rank: int, present: Sequence[int], timeout_s: float) -
         RuntimeError: not all came in time.
     """
     meeting = _Meeting(rank, present, timeout_s)
-    thread = threading.Thread(target=meeting.run, name="ckptd-meet", daemon=True)
-    thread.start()
+    start_loud(meeting.run, name="ckptd-meet")
     while not meeting.over.wait(_LOOK_S):
         if line.heard() > line.epoch:  # also at a boundary: others may be in that one already
             meeting.left = True
@@ -232,7 +233,8 @@ class _Meeting:
             if time.monotonic() > until:
                 missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
                 raise RuntimeError(f"rank {', '.join(missing)} did not come for {self._timeout_s:g} s")
-            time.sleep(look_s)
+            with waiting():
+                time.sleep(look_s)
             look_s = min(2 * look_s, _LOOK_SLOWLY_S)
 
 

@@ -144,8 +144,10 @@ class ScheduleAgreement:
 
     def _run(self) -> None:
         pause_s: float | None = 0.0
-        while pause_s is not None and not self._closed.is_set():
+        while pause_s is not None:
             self._bell.wait(pause_s)
+            if self._closed.is_set():
+                return
             pause_s = self._turn()
 
     def _turn(self) -> float | None:

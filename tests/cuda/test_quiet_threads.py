@@ -1,19 +1,23 @@
-"""Threads of ckptd begin no collection, and leave the collector as the user has set it."""
+"""Threads of ckptd begin no collection, leave the collector as the user has set it, and let a process end."""
 
 from __future__ import annotations
 
 import gc
 import os
 import queue
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from ckptd.cuda.quiet_threads import Bell, quietly, start_quiet
+from ckptd.cuda.quiet_threads import Bell, quietly, start_loud, start_quiet, waiting
 
 THRESHOLDS = (50, 5, 5)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -145,3 +149,139 @@ def test_a_bell_ends_one_wait() -> None:
     bell.ring()
     assert [woken.get(), woken.get()] == [1, 2]
     thread.join()
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints, which must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IN_TORCH = """
+import atexit, threading, torch, torch.distributed as dist
+from ckptd.cuda import quiet_threads
+from ckptd.cuda.quiet_threads import start_{kind}
+{prepare}
+quiet_threads._END_S = 60.0
+begun, at_the_end = threading.Event(), threading.Event()
+atexit.register(at_the_end.set)  # the last thing before the threads are waited for
+
+def work():
+    while not at_the_end.is_set():
+        {operation}
+        begun.set()
+    for _ in range(200):
+        {operation}
+    print("done")
+
+start_{kind}(work, name="at-work")
+begun.wait()
+"""
+TENSOR = {"prepare": "tensor = torch.zeros(300_000)", "operation": "tensor.add_(1)"}
+STORE = {
+    "prepare": "server = dist.TCPStore('127.0.0.1', 0, is_master=True); store = server.clone()",
+    "operation": "store.check(['key'])",
+}
+
+
+@pytest.mark.parametrize(("kind", "words"), [("quiet", TENSOR), ("loud", STORE)])
+def test_a_process_ends_while_a_thread_is_inside_torch(kind: str, words: dict[str, str]) -> None:
+    """It ended by SIGABRT, `terminate called without an active exception`: the thread asked for the GIL of an
+    interpreter that was ending, and CPython unwound its stack through a destructor.
+    """
+    assert run(IN_TORCH.format(kind=kind, **words)) == "done\n"
+
+
+HANGS = """
+import threading
+from ckptd.cuda import quiet_threads
+quiet_threads._END_S = 0.1
+hangs = threading.Event()
+
+def work():
+    hangs.set()
+    threading.Event().wait()
+
+quiet_threads.start_quiet(work, name="hangs")
+hangs.wait()
+print("ends")
+"""
+
+
+def test_a_thread_that_hangs_keeps_no_process() -> None:
+    assert run(HANGS) == "ends\n"
+
+
+LATE = """
+import atexit, os, threading
+
+@atexit.register  # before the import, and so called after it
+def late():
+    jobs.put(ran.set)
+    started = start_quiet(ran.set, name="late")
+    assert not ran.wait(0.2)
+    pid = os.fork()
+    if pid == 0:
+        start_quiet(ran.set, name="child").join()
+        os._exit(not ran.is_set())
+    print(os.waitpid(pid, 0)[1])
+
+import queue
+from ckptd.cuda.quiet_threads import quietly, start_quiet
+jobs, ran = queue.SimpleQueue(), threading.Event()
+served = threading.Event()
+
+def serve():
+    while True:
+        quietly(jobs.get)()
+
+start_quiet(serve, name="serves")
+jobs.put(served.set)
+served.wait()
+"""
+
+
+def test_no_thread_works_when_the_end_has_begun_but_those_of_a_child_do() -> None:
+    assert run(LATE) == "0\n"
+
+
+def test_a_loud_thread_may_collect(collected: Counter[str]) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with waiting():
+            begun.set()
+            over.wait()
+        allocate()
+
+    thread = start_loud(work, name="loud")
+    begun.wait()
+    over.set()
+    thread.join()
+    assert collected["loud"] > 0
+
+
+# They call nothing of torch.
+APART = {"ckptd-term", "ckptd-retire"}
+
+
+def test_all_daemon_threads_of_a_trainer_are_counted() -> None:
+    others = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("client", "cuda")
+        for path in (ROOT / folder).rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "daemon=True" in line
+        and path.name != "quiet_threads.py"
+        and not any(name in line for name in APART)
+    }
+    assert others == set()

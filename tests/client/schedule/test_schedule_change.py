@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client import values
+from ckptd.client.schedule import schedule_change
 from ckptd.client.schedule.schedule_change import (
     ScheduleAgreement,
     ScheduleStart,
@@ -216,6 +218,23 @@ def test_a_store_that_is_gone_is_told_once_and_changes_nothing(
     assert rank.switches.knows(rank.iteration)
     (told,) = caplog.records
     assert "Connection reset by peer; the schedule stays as it is" in told.getMessage()
+
+
+def test_the_store_is_not_asked_any_more_after_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may be about to end, and its end would wait for the answer."""
+    monkeypatch.setattr(schedule_change, "_RETRY_S", 600.0)
+    monkeypatch.setattr(schedule_change, "_RETRY_MAX_S", 600.0)
+    asked: list[threading.Thread] = []
+
+    def gone() -> Any:
+        asked.append(threading.current_thread())
+        raise RuntimeError("Connection reset by peer")
+
+    rank = Rank(gone)
+    eventually(lambda: bool(asked), "asked")
+    rank.switches.close()
+    asked[0].join()
+    assert len(asked) == 1
 
 
 def test_only_outcomes_stay_in_the_store() -> None:
