@@ -20,6 +20,7 @@ from torch import Tensor
 from bench import gpu
 from bench.common import GB, MIB, clock_ms, median
 from bench.gpu import SmallCopy
+from ckptd.cuda.store_kernel import StoreKernel, Tiles, store_kernel
 
 __all__ = [
     "Candidate",
@@ -37,7 +38,7 @@ __all__ = [
 
 CHUNKS_MIB = (1, 2, 4, 16)
 PACED_MIB = (1, 4)
-GATHER_PROGRAMS = (4, 8, 16)
+STORE_BLOCKS = (1, 2, 4, 8, 16)
 BATCH_MIB = (4, 16)
 # Of the load's time, over which paced copies are spread.
 PACE_FRACTION = 0.9
@@ -243,21 +244,18 @@ class HostPaced:
 
 
 @dataclass(slots=True)
-class GatherStore:
-    """A kernel of ``programs`` blocks that reads the source and stores into mapped pinned memory."""
+class Store:
+    """The engine's kernel with so many blocks, which stores past the copy engine."""
 
     name: str
-    source: Tensor
     target: Tensor
-    programs: int
-    kernel: Any
+    blocks: int
+    kernel: StoreKernel
+    tiles: Tiles
 
     def begin(self) -> None:
-        words = self.source.numel() // 8
-        # A pinned host tensor is a pointer that the device can use, as Triton's launcher asks the driver.
-        self.kernel[(self.programs,)](
-            self.source.view(torch.int64), self.target.view(torch.int64), words, BLOCK=1024, num_warps=8
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        self.kernel.store(self.tiles, self.target.data_ptr(), stream, blocks=self.blocks)
 
     def join(self) -> None:
         """It is one launch."""
@@ -456,12 +454,12 @@ def device_candidates(
     return found, skipped
 
 
-def gather_candidates(place: DevicePlace) -> list[Candidate]:
-    from bench.gpu_store_kernel import store_kernel
-
-    return [
-        GatherStore(f"gather_{n}sm", place.source, place.target, n, store_kernel) for n in GATHER_PROGRAMS
-    ]
+def store_candidates(place: DevicePlace) -> list[Candidate]:
+    kernel = store_kernel(torch.cuda.current_device())
+    if kernel is None:
+        raise RuntimeError("the driver takes no kernel that stores into host memory")
+    tiles = Tiles.of([place.source], [0], place.source.device)
+    return [Store(f"store_{n}", place.target, n, kernel, tiles) for n in STORE_BLOCKS]
 
 
 def batch_candidates(place: DevicePlace) -> list[Candidate]:
@@ -479,7 +477,7 @@ def batch_candidates(place: DevicePlace) -> list[Candidate]:
 
 
 GROUPS: dict[str, Callable[[DevicePlace], list[Candidate]]] = {
-    "gather": gather_candidates,
+    "store": store_candidates,
     "batch": batch_candidates,
 }
 

@@ -7,7 +7,7 @@ the host, as in a mixture of experts. The ways take turns, round by round:
 * `chunks_<n>m`: chunks of n MiB with a kernel between, which makes the copy engine look at other streams;
 * `paced_<n>m`: these with pauses on the device, so that they end with the load; `host_paced_<n>m`: a thread
   issues a chunk when the one before has arrived and a pause has passed;
-* `gather_<n>sm`: a kernel of n programs stores into mapped pinned memory, past the copy engine (Triton);
+* `store_<n>`: the engine's kernel with n blocks stores into pinned memory, past the copy engine;
 * `batch_<n>m`: `cudaMemcpyBatchAsync` (cuda-python), source order *stream*; `..._overlap` with the driver's hint
   to prefer overlap with kernels.
 
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace) -> dict[str, Metric]:
     place: Place
     if args.device == "cpu":
         host = place = HostPlace(total, args.products, args.width)
-        candidates, skipped = host.candidates(), {"paced, gather, batch": "only on a device"}
+        candidates, skipped = host.candidates(), {"paced, store, batch": "only on a device"}
     else:
         device = place = DevicePlace(total, Load(args.products, args.width))
         candidates, skipped = device_candidates(device, pace_ms=args.pace_ms)

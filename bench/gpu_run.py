@@ -115,8 +115,11 @@ STAGES = (
     Stage(
         "headline",
         "overhead, capture and restore against the link, delays of small copies, torch's saves",
-        ("-m", "bench.gpu", "--json", "--block", "4", "--rounds", "20", "--saves", "5", "--limit-s", "150"),
-        450,
+        (
+            *("-m", "bench.gpu", "--json", "--block", "4", "--rounds", "20", "--limit-s", "75"),
+            *("--saves", "2", "--kinds", "ckptd", "fixed", "--settle", "30"),
+        ),
+        300,
         twin=(
             *(
                 "-m",

@@ -76,7 +76,7 @@ class StoreKernel:
     def __init__(self, launch: Any, function: ctypes.c_void_p) -> None:
         self._launch, self._function = launch, function
 
-    def store(self, tiles: Tiles, image: int, stream: int) -> None:
+    def store(self, tiles: Tiles, image: int, stream: int, *, blocks: int = _BLOCKS) -> None:
         """Copy the tiles to the image at the address ``image``, which is registered memory.
 
         Raises:
@@ -93,7 +93,7 @@ class StoreKernel:
         one, none = ctypes.c_uint(1), ctypes.c_void_p(None)
         code = self._launch(
             self._function,
-            *(ctypes.c_uint(min(_BLOCKS, len(tiles))), one, one),
+            *(ctypes.c_uint(min(blocks, len(tiles))), one, one),
             *(ctypes.c_uint(_THREADS), one, one),
             ctypes.c_uint(0),
             ctypes.c_void_p(stream),

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,32 +122,3 @@ def test_a_way_that_loses_bytes_is_no_candidate() -> None:
     place = HostPlace(100, products=1, width=4)
     with pytest.raises(RuntimeError, match="forgetful: what arrived is not what was sent"):
         measure(place, [Forgetful("forgetful", place.source, place.target, 10)], rounds=1)
-
-
-INTERPRETED = """
-import torch
-from bench.gpu_store_kernel import store_kernel
-for words in (1, 1000, 1024, 5000, 12345):
-    for programs in (1, 4, 8):
-        source = torch.arange(words) * 2**40 - 7
-        target = torch.zeros(words + 8, dtype=torch.int64)
-        store_kernel[(programs,)](source, target[:words], words, BLOCK=1024, num_warps=8)
-        assert torch.equal(source, target[:words]), (words, programs)
-        assert not target[words:].any(), (words, programs)
-print("all words are there")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_stores_every_word_and_no_other() -> None:
-    """In Triton's interpreter: a process of its own, since kernels are one or the other from their import on."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.stdout.strip() == "all words are there", done.stdout + done.stderr

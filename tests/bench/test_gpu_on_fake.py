@@ -104,7 +104,7 @@ def test_every_candidate_of_a_device_arrives_and_gives_a_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls = batch_copies(monkeypatch)
-    monkeypatch.setattr(gpu_candidates, "probe", lambda group: "no Triton" if group == "gather" else "")
+    monkeypatch.setattr(gpu_candidates, "probe", lambda group: "no kernel" if group == "store" else "")
     args = argparse.Namespace(
         only=[],
         size_mib=5,
@@ -128,7 +128,7 @@ def test_every_candidate_of_a_device_arrives_and_gives_a_plan(
         "batch_4m_overlap",
     ):
         assert metrics[f"gb_per_s_{name}"] > 0  # type: ignore[operator]
-    assert metrics["skipped_gather"] == "no Triton"
+    assert metrics["skipped_store"] == "no kernel"
     assert set(calls) == {1, 2}, "5 MiB in chunks of 4 and of 16"
     assert str(metrics["plan"]).startswith("the host: tensors are")
     curve = json.loads((tmp_path / "new" / "curve.json").read_text())

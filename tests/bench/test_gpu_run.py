@@ -274,7 +274,7 @@ def test_without_a_device_the_command_says_so(tmp_path: Path, capsys: pytest.Cap
     assert "there is no CUDA device here" in capsys.readouterr().err
     assert not (tmp_path / "pages").exists()
     assert main(options(tmp_path, "--list"), machine=HERE) == 0
-    assert "headline     450 s  there is no CUDA device" in capsys.readouterr().out
+    assert "headline     300 s  there is no CUDA device" in capsys.readouterr().out
     assert main(options(tmp_path, "--stages", "heat"), machine=HERE) == 1
 
 
