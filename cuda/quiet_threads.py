@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["Bell", "quietly", "start_loud", "start_quiet", "waiting"]
+__all__ = ["Bell", "may_end_here", "quietly", "start_loud", "start_quiet", "waiting"]
 
 Result = TypeVar("Result")
 
@@ -113,7 +113,7 @@ atexit.register(_at_work.end)
 class _Kind(threading.local):
     """Of the thread that runs."""
 
-    loud = False
+    quiet: bool | None = None  # None: none of these
 
 
 _this = _Kind()
@@ -140,7 +140,7 @@ def _start(
     def run() -> None:
         nonlocal target, args
         _enter(quiet)
-        _this.loud = not quiet
+        _this.quiet = quiet
         try:
             target(*args)
         finally:
@@ -166,12 +166,22 @@ def quietly(wait: Callable[..., Result], *args: object) -> Result:
         _enter(True)
 
 
+def may_end_here() -> None:
+    """Between two of several operations that belong together: the interpreter need not wait for the rest. On
+    a thread that is none of these it does nothing.
+    """
+    quiet = _this.quiet
+    if quiet is not None:
+        _leave(quiet)
+        _enter(quiet)
+
+
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """The body waits, on a thread of `start_loud`, and calls nothing of torch: the interpreter may end
     meanwhile. On another thread it does nothing.
     """
-    if not _this.loud:
+    if _this.quiet is not False:
         yield
         return
     _leave(False)

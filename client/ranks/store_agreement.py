@@ -28,7 +28,7 @@ from ckptd.core.switching import (
     largest_found,
     propose_largest,
 )
-from ckptd.cuda.quiet_threads import Bell, start_quiet
+from ckptd.cuda.quiet_threads import Bell, may_end_here, start_quiet
 
 __all__ = ["StoreAgreement", "play"]
 
@@ -95,6 +95,7 @@ def play(store: Any, prefix: str, steps: Generator[Access, bytes | int, _Result]
         except StopIteration as done:
             result: _Result = done.value
             return result
+        may_end_here()
         answer = _access(store, prefix, access)
 
 

@@ -221,6 +221,28 @@ def test_a_thread_that_hangs_keeps_no_process() -> None:
     assert run(HANGS) == "ends\n"
 
 
+MANY = """
+import threading
+from ckptd.cuda import quiet_threads
+quiet_threads._END_S = 600.0
+begun = threading.Event()
+
+def work():
+    while True:
+        quiet_threads.may_end_here()
+        begun.set()
+
+quiet_threads.start_{kind}(work, name="many")
+begun.wait()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("kind", ["quiet", "loud"])
+def test_of_many_operations_the_end_waits_for_one(kind: str) -> None:
+    assert run(MANY.format(kind=kind)) == "ends\n"
+
+
 LATE = """
 import atexit, os, threading
 
