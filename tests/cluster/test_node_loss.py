@@ -15,6 +15,8 @@ from typing import Self
 
 import pytest
 
+from ckptd.transport.messages import GetPeers, Peers
+from ckptd.transport.wire import ControlClient
 from tests.cluster.daemons import provision_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.training import ClusterTraining, undisturbed
@@ -60,7 +62,21 @@ class Run(ClusterTraining):
         ]
         return [message for _, message in sorted(told)]
 
+    def replicated(self) -> bool:
+        """Whether all ranks have a state in common on two other hosts each: what is promised to survive."""
+        told = []
+        for name in self.working():
+            with ControlClient(self.daemons[name].endpoint, timeout_s=20) as client:
+                told += [rank for rank in client.ask(GetPeers(), Peers).ranks if rank.kind == "snapshots"]
+        counted = {rank.rank: sum(target.counted for target in rank.targets) for rank in told}
+        return counted == dict.fromkeys(range(NUM_RANKS), 2) and all(rank.floor >= 0 for rank in told)
+
     # -- doing -----------------------------------------------------------------------------------
+
+    def reach_first_loss(self) -> None:
+        """On a slow machine the daemons come to less than the ranks, and what is promised is there later."""
+        self.reach(FIRST_LOSS)
+        self.job.until(self.replicated, "a state of all ranks on two other hosts each", timeout_s=BACK_S)
 
     def stop_processes(self, host: Host) -> int:
         """SIGKILL all processes of a host, the daemon among them; its memory stays."""
@@ -98,7 +114,7 @@ def test_a_destroyed_host_comes_back_from_its_peers(
 ) -> None:
     """The first host goes: the spare is the last, so that every rank moves on to another host than its own."""
     with Run(cluster, tmp_path) as run:
-        run.reach(FIRST_LOSS)
+        run.reach_first_loss()
         lost, begun_s = run.host_of(0), time.time()
         newest = run.destroy(lost)
         run.come_back(newest, since_s=begun_s)
@@ -113,7 +129,7 @@ def test_two_hosts_destroyed_at_once_come_back_from_the_third(
 ) -> None:
     """With two replicas, one host of three is enough; beside the spare, one of the lost hosts returns, empty."""
     with Run(cluster, tmp_path) as run:
-        run.reach(FIRST_LOSS)
+        run.reach_first_loss()
         first, left, other = map(run.host_of, range(NUM_RANKS))
         begun_s = time.time()
         newest = run.destroy(first, other)
@@ -138,7 +154,7 @@ def test_a_second_host_is_destroyed_while_the_first_one_is_recovered(
     since the start: torchrun restarts for ever when there are more waiting agents than places.
     """
     with Run(cluster, tmp_path) as run:
-        run.reach(FIRST_LOSS)
+        run.reach_first_loss()
         first, second, begun_s = run.host_of(2), run.host_of(0), time.time()
         newest = run.destroy(first)
         run.job.until(
@@ -161,7 +177,7 @@ def test_a_host_whose_processes_are_killed_comes_back_from_its_own_memory(
 ) -> None:
     """Trainer, agent and daemon are SIGKILLed; the memory stays, and nothing is fetched from anywhere."""
     with Run(cluster, tmp_path) as run:
-        run.reach(FIRST_LOSS)
+        run.reach_first_loss()
         host, begun_s = run.host_of(1), time.time()
         newest = run.stop_processes(host)
         run.daemons[host.name].start()
