@@ -18,20 +18,28 @@ __all__ = ["Draws", "capture_rng", "restore_rng"]
 
 def capture_rng() -> dict[str, Any]:
     """All global generators, as values of the closed set; draws no number and synchronises no device."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(cached)],
-        "python": [version, np.asarray(internal, dtype=np.uint32).tobytes(), gauss],
+        "numpy": _NUMPY.now(),
+        "python": _PYTHON.now(),
     }
     if devices := _device_states():
         state["cuda"] = devices
     return state
 
 
+def _of_numpy() -> list[Any]:
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(cached)]
+
+
+def _of_python() -> list[Any]:
+    version, internal, gauss = random.getstate()
+    return [version, np.asarray(internal, dtype=np.uint32).tobytes(), gauss]
+
+
 def _device_states() -> list[bytes]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not torch.cuda.is_initialized():
         return []
     return [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()]
 
@@ -157,3 +165,28 @@ def _shows_draws(state: Callable[[], Any], draws: Iterable[Callable[[], Any]]) -
         if before == state():
             return False
     return True
+
+
+class _Values:
+    """A generator's state as values of the closed set, made anew only if the generator has moved: that takes
+    tens of microseconds of the training thread, twice in each step, and few loops draw from these generators.
+
+    Args:
+        seen: its state in place.
+        make: the values.
+    """
+
+    def __init__(self, seen: Callable[[], Any], make: Callable[[], list[Any]]) -> None:
+        self._seen, self._make = seen, make
+        # One tuple: several threads capture.
+        self._last: tuple[Any, list[Any]] | None = None
+
+    def now(self) -> list[Any]:
+        seen, last = self._seen(), self._last
+        if last is None or last[0] != seen:
+            last = self._last = seen, self._make()
+        return [*last[1]]
+
+
+_NUMPY = _Values(_numpy, _of_numpy)
+_PYTHON = _Values(_python, _of_python)

@@ -137,3 +137,23 @@ def test_another_kind_of_generator_in_numpy_is_watched_too() -> None:
         assert draws.found == 0
     finally:
         np.random.mtrand.set_bit_generator(kept)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_capture_holds_the_state_of_its_moment(name: str) -> None:
+    """It is not made anew as long as nobody draws."""
+    before = capture_rng()
+    DRAWS[name]()
+    after = capture_rng()
+    assert after != before
+    restore_rng(before)
+    assert capture_rng() == before
+    DRAWS[name]()
+    assert capture_rng() == after
+
+
+def test_a_capture_is_its_callers_own() -> None:
+    expected = capture_rng()
+    capture_rng()["numpy"].clear()
+    capture_rng()["python"].clear()
+    assert capture_rng() == expected
