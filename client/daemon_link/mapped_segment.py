@@ -1,8 +1,8 @@
 """Segments as this process maps them: those that the trainer owns, one by one (`MappedSegment`) and together
 (`Generations`, `SlotTable`), and any segment for reading (`SlotFile`).
 
-The slot table in shared memory is the truth; no slot state is cached. What is cached cannot change without
-the slot's ``sequence`` changing: the operators that its image anchors.
+The slot table in shared memory is the truth, and is read each time. What is cached are values of what was
+read: a header's fields, by its bytes; and the operators that an image anchors, by the slot's ``sequence``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ckptd.core.slots.segment_format import (
     HINT_OFFSET,
     OWNER_LOCK_BYTE,
     QUIET_OFFSET,
+    SLOT_HEADER_LEN,
     Kind,
     RingHint,
     SegmentDescriptor,
@@ -34,11 +35,13 @@ from ckptd.core.slots.segment_format import (
     SlotHeader,
     last_filled,
     read_prologue,
+    read_raw_slot_header,
     read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
     slot_view,
+    unpack_slot_header,
     write_slot_header,
 )
 from ckptd.core.slots.slots import SlotRecord, SlotState
@@ -56,6 +59,7 @@ logger = get_logger(__name__)
 
 _OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()
 _MOST_ANCHORS = 4096
+_HELD = (SlotState.FILLED, SlotState.SEALED)
 
 
 def _after_fork_in_child() -> None:
@@ -125,10 +129,21 @@ class MappedSegment:
         self.descriptor: SegmentDescriptor
         self.geometry, self.descriptor = read_prologue(self.buffer)
         self.memory = HostMemory(self.buffer)
+        # By slot, the newest: most slots are the same from one snapshot to the next.
+        starts = map(self.geometry.header_offset, range(self.geometry.num_slots))
+        self._pages = [self.buffer[start : start + SLOT_HEADER_LEN] for start in starts]
+        self._headers: dict[int, tuple[bytes, SlotHeader | None]] = {}
+        self._records: dict[int, tuple[SlotHeader, int, SlotRecord]] = {}
 
     def header(self, index: int) -> SlotHeader | None:
         """The header of a slot; None if it is damaged."""
-        return read_slot_header(self.buffer, self.geometry, index)
+        known = self._headers.get(index)
+        # No two fills, and no two stages of a fill, have the same body: one that is known already was there
+        # before the state was read, too, so there is no need for `read_raw_slot_header`'s second look.
+        if known is None or known[0] != bytes(self._pages[index]):
+            raw = read_raw_slot_header(self.buffer, self.geometry, index)
+            known = self._headers[index] = raw, unpack_slot_header(raw)
+        return known[1]
 
     def headers(self) -> Iterator[tuple[int, SlotHeader]]:
         """Number and header of each slot whose header is not damaged."""
@@ -145,12 +160,19 @@ class MappedSegment:
         Args:
             anchors: returns the operators that the image of a slot anchors, as a bitmap.
         """
-        found = [SlotRecord(self.generation, i, SlotState.FREE) for i in range(self.geometry.num_slots)]
-        for index, header in self.headers():
-            held = header.state in (SlotState.FILLED, SlotState.SEALED)
-            bitmap = anchors(index, header) if held else 0
-            packed = bitmap.to_bytes((bitmap.bit_length() + 7) // 8, "little")
-            found[index] = header_record(header, self.generation, index, packed)
+        found = []
+        for index in range(self.geometry.num_slots):
+            header = self.header(index)
+            if header is None:
+                found.append(SlotRecord(self.generation, index, SlotState.FREE))
+                continue
+            bitmap = anchors(index, header) if header.state in _HELD else 0
+            known = self._records.get(index)
+            if known is None or known[0] is not header or known[1] != bitmap:
+                packed = bitmap.to_bytes((bitmap.bit_length() + 7) // 8, "little")
+                record = header_record(header, self.generation, index, packed)
+                known = self._records[index] = header, bitmap, record
+            found.append(known[2])
         return found
 
     def write_header(self, index: int, header: SlotHeader) -> None:

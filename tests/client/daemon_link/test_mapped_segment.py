@@ -152,6 +152,12 @@ def test_the_table_reads_the_truth_from_memory(path: str) -> None:
         2,
     )
     assert table.next_sequence() == record.sequence + 1
+    segment.seal(1)
+    assert table.records()[1].state is SlotState.SEALED
+    segment.set_state(1, SlotState.FREE)
+    assert table.records()[1].state is SlotState.FREE
+    fill(_as_daemon(segment), 1, 8, anchors=1)
+    assert (table.records()[1].iteration, table.records()[1].anchors) == (8, 1)
     segment.close()
 
 
