@@ -58,7 +58,7 @@ class Clock:
             if not self.on:
                 return SamplePlan((), engine.device).draw(number)
             samples = draw(split, number, engine)
-            self.most_samples = max(self.most_samples, len(samples.element))
+            self.most_samples = max(self.most_samples, len(samples.index))
             self.most_tensors = max(self.most_tensors, len(samples.plan))
             return samples
 

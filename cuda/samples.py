@@ -82,6 +82,7 @@ class SamplePlan:
             for number, item in enumerate(items)
             if item.nbytes and item.tensor.device.type == device.type
         ]
+        self._numbers = [p.number for p in self._places]
         self._tensors = [p.tensor for p in self._places]
         self._at = [p.tensor.data_ptr() for p in self._places]
         self._span: Any = None
@@ -100,18 +101,15 @@ class SamplePlan:
                 reading does not check them again. Checking thousands of tensors takes longer than all
                 else here.
         """
-        checked = bisect_left(self._places, in_place, key=lambda place: place.number)
+        checked = bisect_left(self._numbers, in_place)
         if not self._places:
             nothing = np.empty(0, np.int64)
             return Samples(self, nothing.view(np.uint64), nothing, nothing, checked)
-        turn = self._turns + np.uint64(number * _GOLDEN & 0xFFFF_FFFF)
-        turn &= np.uint64(0xFFFF_FFFF)
-        turn *= self._lengths
-        turn >>= np.uint64(32)
-        element = turn
-        element += self._begins
-        addresses = self._address_of(element)
-        return Samples(self, element, addresses, (addresses - self.base) >> 3, checked)
+        turn = self._turns + np.uint32(number * _GOLDEN & 0xFFFF_FFFF)  # wraps around
+        within = turn * self._lengths
+        within >>= np.uint64(32)
+        addresses = self._address_of(within)
+        return Samples(self, within, addresses, addresses >> 3, checked)
 
     def moved(self, first: int = 0) -> bool:
         """Whether a tensor's memory has moved; then it must not be read at the old place.
@@ -157,7 +155,8 @@ class SamplePlan:
             # Equal words have equal elements. In other words an element of another tensor may differ.
             there = np.take(image, samples.index + self._copy_shift + (base >> 3))
             of = np.flatnonzero(there != words)
-        position = self._offsets[of] + samples.element[of].view(np.int64) * self._image_sizes[of]
+        element = (self._begins[of] + samples.within[of]).view(np.int64)
+        position = self._offsets[of] + element * self._image_sizes[of]
         position += base
         copied = _bits(np.take(image, position >> 3), position, self._image_masks[of])
         values = _bits(words[of], samples.addresses[of], self._masks[of])
@@ -180,8 +179,9 @@ class SamplePlan:
         self._owners = np.repeat(np.arange(len(places), dtype=np.int32), counts)
         nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         self._begins, self._lengths = _stretches(nth, each([p.elements for p in places]), each(counts))
-        self._turns = np.random.default_rng(0).integers(0, 1 << 32, total, dtype=np.uint64)
-        self._starts = each([p.start for p in places])
+        self._turns = np.random.default_rng(0).integers(0, 1 << 32, total, dtype=np.uint64).astype(np.uint32)
+        self.base = min(p.start for p in places) & ~7
+        starts = each([p.start - self.base for p in places])
         self._sizes = each([p.size for p in places])
         self._offsets = each([p.offset for p in places])
         self._image_sizes = each([p.image_dtype.itemsize for p in places])
@@ -193,25 +193,27 @@ class SamplePlan:
         strided = [p.padded(dims) for p in places if p.strides is not None]
         of = np.repeat(np.arange(len(strided)), counts[[p.strides is not None for p in places]])
         self._steps = np.array(strided, np.int64).reshape(-1, 3, dims)[of]
+        self._strided_starts = starts[self._strided]
+        self._stretch_starts = starts + self._begins.view(np.int64) * self._sizes
         pairs = {(p.tensor.dtype, p.image_dtype) for p in places if p.casts}
         self._casts = [
             (np.flatnonzero(each([(p.tensor.dtype, p.image_dtype) == pair for p in places], np.bool_)), *pair)
             for pair in sorted(pairs, key=str)
         ]
-        self.base = min(p.start for p in places) & ~7
         # From the word of a sample to that of its copy, where both have the same position in their words.
-        shift = self._offsets - self._starts + self.base
+        shift = self._offsets - starts
         aligned = all(p.strides is None and not p.casts for p in places) and not (shift & 7).any()
         self._copy_shift: Indices | None = shift >> 3 if aligned else None
         self._num_words = (max(p.highest for p in places) - self.base + 7) >> 3
 
-    def _address_of(self, element: Words) -> Indices:
-        address: Indices = element.view(np.int64) * self._sizes
+    def _address_of(self, within: Words) -> Indices:
+        address: Indices = within.view(np.int64) * self._sizes
+        address += self._stretch_starts
         if len(self._strided):
-            number = element.view(np.int64)[self._strided, None]
+            number = (self._begins + within).view(np.int64)[self._strided, None]
             divisor, size, stride = self._steps[:, 0], self._steps[:, 1], self._steps[:, 2]
-            address[self._strided] = (number // divisor % size * stride).sum(1)
-        address += self._starts
+            steps = (number // divisor % size * stride).sum(1)
+            address[self._strided] = self._strided_starts + steps
         return address
 
 
@@ -220,14 +222,15 @@ class Samples:
     """The samples of one snapshot: their places, and the words found there at each reading of an engine.
 
     Args:
-        element: the number of each sample within its rows.
+        within: the number of each sample within its stretch.
+        addresses: in bytes from the beginning of ``plan.span`` on.
         index: the words of ``plan.span`` that contain them.
         checked: this many of the plan's first tensors are known to be in place, until the first reading.
         prepared: what a device's engine keeps for the second reading.
     """
 
     plan: SamplePlan
-    element: Words
+    within: Words
     addresses: Indices
     index: Indices
     checked: int = 0
