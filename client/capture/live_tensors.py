@@ -7,17 +7,17 @@ each boundary, and are themselves looked up again when an optimizer's state obje
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckptd.client.model.live_state import LiveState, local, whole
 from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan
-from ckptd.client.optimizers.value_trees import part_of, plain_parts, plain_tensor
+from ckptd.client.optimizers.value_trees import part_of, plain_parts, plain_tensor, same_objects, state_values
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
 
@@ -26,6 +26,7 @@ __all__ = ["CopySplit", "LiveSources", "PackedState", "RestlessBuffers"]
 # Types without a wrapped shard: their own address is that of the data.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOWHERE: Mapping[str, Any] = {}
+_version_of = attrgetter("_version")
 
 
 class _Parts:
@@ -58,56 +59,75 @@ class LiveSources:
 
     Attributes:
         named: tensor and name of each copy that ``items`` returned last, in the same order.
+        counted: the tensors whose versions count the writes to those, at the same moment.
         absent: parameters without the planned optimizer state, at the same moment.
     """
 
     def __init__(self, binding: LiveState, plan: PhasePlan) -> None:
         self._binding, self.plan = binding, plan
-        self._state_key: tuple[tuple[int, ...], ...] = ()
-        self._held: list[tuple[Any, list[Any]]] = []
+        keys = [s.key for s in plan.sources if s is not None] + [
+            k for p in plan.packed.values() for _, k in p
+        ]
+        self._composed = any(":" in key for key in keys)
+        # All values in the optimizers' state when it was read, and the dictionaries for which these places
+        # are right.
+        self._values: list[Any] | None = None
+        self._held: list[Any] | None = None
         self._places: list[_Place] = []
-        self._packed_places: dict[torch.dtype, list[_Place]] = {}
+        self._packed_places: list[tuple[int, list[_Place]]] = []  # by entry
+        # Those of buffers, which a module may replace as well (the binding's parameters stay), and what was
+        # there.
+        self._buffer_places: list[_Place] = []
+        self._buffers: list[Any] = []
         # All tensors that were found, and those of them that can be copied as planned.
-        self._found: list[Tensor | None] = []
+        self._found: list[Any] = []
         self._live: list[Tensor | None] = []
+        self._addressed: tuple[list[Any], list[Any]] = [], []  # plain tensors, and others
         self._addresses: list[int] = []
         self._items = CopyList()
+        self._found_packed: list[list[Any]] | None = None
+        self._packed: list[PackedState] = []
         self.named: list[tuple[Tensor, str]] = []
+        self.counted: list[Tensor] = []
         self.absent: list[str] = []
         self._lacks = False
 
     def items(self) -> CopyList:
         """Copies of everything but packed state."""
-        self._refresh()
-        live: list[Tensor | None] = [place.get(key) for place, key in self._places]
+        same = self._read_state()
+        buffers = [place.get(key) for place, key in self._buffer_places]
+        replaced = False
+        if not (same and same_objects(buffers, self._buffers)):
+            live = [place.get(key) for place, key in self._places]
+            self._buffers, replaced = buffers, not same_objects(live, self._found)
+        if replaced:
+            self._found = live
+            plain = [t for t in live if type(t) in _PLAIN]
+            self._addressed = plain, [t for t in live if type(t) not in _PLAIN]
         # The object may stay while its storage changes (`p.data = x`, vector_to_parameters, swapped
         # weights).
-        addresses = [_address(t) for t in live]
-        if addresses != self._addresses or any(a is not b for a, b in zip(live, self._found, strict=True)):
-            self._addresses, self._found = addresses, live
-            self._rebuild([t if self._fits(i, t) else None for i, t in enumerate(live)])
+        plain, others = self._addressed
+        addresses = [*map(Tensor.data_ptr, plain), *map(_address, others)]
+        if replaced or addresses != self._addresses:
+            self._addresses = addresses
+            self._rebuild([t if self._fits(i, t) else None for i, t in enumerate(self._found)])
         return self._items
 
     def packed_now(self) -> list[PackedState]:
-        """The 0-dimensional state of this moment, so that a later copy does not see its replacement."""
-        return [
-            PackedState(
-                i,
-                [_scalar(place.get(key), source.dtype) for place, key in self._packed_places[source.dtype]],
-            )
-            for i, source in enumerate(self.plan.sources)
-            if source is not None and source.kind == "packed"
-        ]
+        """The 0-dimensional state that ``items`` has just seen, so that a later copy does not see its
+        replacement; the same list while nothing is replaced.
+        """
+        return self._packed
 
     def packed_items(self, packed: Sequence[PackedState]) -> list[CopyItem]:
         """One copy per dtype of the stacked values: thousands of four-byte copies would be slower."""
-        return [self._item(p.entry, _stack(p.values, self._source(p).dtype)) for p in packed]
+        return [self._item(p.entry, _stack(p.values, self._source(p.entry).dtype)) for p in packed]
 
     def packed_separately(self, packed: Sequence[PackedState]) -> list[tuple[CopyItem, str]]:
         """One copy per value, with its name."""
         found = []
         for p in packed:
-            dtype, offset = self._source(p).dtype, self.plan.offsets[p.entry]
+            dtype, offset = self._source(p.entry).dtype, self.plan.offsets[p.entry]
             for nth, (name, key) in enumerate(self.plan.packed[dtype]):
                 value, size = p.values[nth], dtype.itemsize
                 if isinstance(value, Tensor):
@@ -122,20 +142,34 @@ class LiveSources:
         pairs = zip(self.plan.sources, self._live, strict=True)
         return [i for i, (s, t) in enumerate(pairs) if s is not None and s.kind != "packed" and t is None]
 
-    def _source(self, packed: PackedState) -> EntrySource:
-        source = self.plan.sources[packed.entry]
+    def _source(self, entry: int) -> EntrySource:
+        source = self.plan.sources[entry]
         assert source is not None
         return source
 
+    def _read_state(self) -> bool:
+        """True if no value in the optimizers' state was replaced since the last call."""
+        keepers = self._binding.keepers
+        now = [o.state for o in keepers] + state_values(keepers, parts=self._composed)
+        if self._values is not None and same_objects(now, self._values):
+            return True
+        self._refresh()
+        found = [[place.get(key) for place, key in places] for _, places in self._packed_places]
+        if self._found_packed is None or not all(map(same_objects, found, self._found_packed)):
+            self._found_packed = found
+            pairs = zip(self._packed_places, found, strict=True)
+            self._packed = [
+                PackedState(i, [_scalar(v, self._source(i).dtype) for v in of]) for (i, _), of in pairs
+            ]
+        self._values = now
+        return False
+
     def _refresh(self) -> None:
-        # Ids are unique because their objects are held below: the state objects and every
-        # parameter's own.
-        key = tuple((id(o.state), *map(id, o.state.values())) for o in self._binding.keepers)
-        if key == self._state_key:
-            return
-        self._state_key = key
-        self._held = [(o.state, list(o.state.values())) for o in self._binding.keepers]
         binding = self._binding
+        held = [part for o in binding.keepers for part in (o.state, *o.state.values())]
+        if self._held is not None and same_objects(held, self._held):
+            return
+        self._held = held
         buffers = binding.buffer_places()
         states = {name: binding.state(name) for name in binding.owner}
         self._places = []
@@ -150,10 +184,14 @@ class LiveSources:
                 self._places.append(_place(states[source.name], source.key))
             else:
                 self._places.append(buffers[source.name])
-        self._packed_places = {
-            dtype: [_place(states[name], key) for name, key in pairs]
-            for dtype, pairs in self.plan.packed.items()
-        }
+        kinds = [None if source is None else source.kind for source in self.plan.sources]
+        pairs = zip(kinds, self._places, strict=True)
+        self._buffer_places = [place for kind, place in pairs if kind == "buffer"]
+        self._packed_places = [
+            (i, [_place(states[name], key) for name, key in self.plan.packed[self._source(i).dtype]])
+            for i, kind in enumerate(kinds)
+            if kind == "packed"
+        ]
 
     def _rebuild(self, live: list[Tensor | None]) -> None:
         self._live = live
@@ -164,6 +202,10 @@ class LiveSources:
         names = [s.tensor_name for s, t in pairs if s is not None and isinstance(t, Tensor)]
         # Watch the tensors that are copied: a write to a DTensor's shard counts there, not in the DTensor.
         self.named = [(i.tensor, name) for i, name in zip(self._items, names, strict=True)]
+        # A plain tensor shares its counter with what is copied, and `items` has just had it in hand: of
+        # thousands the training thread need not fetch those copied from memory, too.
+        found = (t for t in live if isinstance(t, Tensor))
+        self.counted = [t if type(t) in _PLAIN else of for t, (of, _) in zip(found, self.named, strict=True)]
         kept = [(s.name, t) for s, t in pairs if s is not None and s.kind == "optim"]
         # Parameters without any of their state had no update yet. `KeptState` records which keys exist.
         self.absent = sorted({n for n, _ in kept} - {n for n, t in kept if t is not None})
@@ -194,12 +236,12 @@ class LiveSources:
         )
 
 
-def _address(tensor: Tensor | None) -> int:
-    if type(tensor) in _PLAIN:
-        return cast("Tensor", tensor).data_ptr()
+def _address(tensor: Any) -> int:
+    """Of a tensor that is made of another, or 0."""
     shard = getattr(tensor, "_local_tensor", tensor)
     if type(shard) in _PLAIN:
-        return cast("Tensor", shard).data_ptr()
+        address: int = shard.data_ptr()
+        return address
     return next(plain_parts(shard)).data_ptr() if isinstance(shard, Tensor) else 0
 
 
@@ -222,7 +264,7 @@ class CopySplit:
     Attributes:
         steady: copies that run beside training.
         restless: copies of tensors that change before the optimizer's step; they run at the top.
-        watched: tensors and names of ``steady``.
+        watched: the tensors of ``steady``, which training must not write to before the copy is complete.
         packed_at_once: True if packed state is copied at the top, too.
     """
 
@@ -236,10 +278,13 @@ class CopySplit:
         pairs = [(item, of, of[0].data_ptr() in addresses) for item, of in zip(items, named, strict=True)]
         self.steady = CopyList(item for item, _, is_restless in pairs if not is_restless)
         self.restless = CopyList(item for item, _, is_restless in pairs if is_restless)
-        self.watched = [of for _, of, is_restless in pairs if not is_restless]
+        self.watched = [tensor for _, (tensor, _), is_restless in pairs if not is_restless]
+        counted = zip(sources.counted, pairs, strict=True)
+        self._counted = [tensor for tensor, (_, _, is_restless) in counted if not is_restless]
         scalars = sources.packed_separately(packed)
         self.packed_at_once = any(name in at_once for _, name in scalars)
-        self._names = [name for _, name in self.watched] + [name for _, name in scalars]
+        self._names = [name for _, (_, name), is_restless in pairs if not is_restless]
+        self._names += [name for _, name in scalars]
         self._num_beside = len(self.watched if self.packed_at_once else self._names)
         self._names += [name for _, (_, name), is_restless in pairs if is_restless]
         self._sampled = [*self.steady, *(item for item, _ in scalars), *self.restless]
@@ -247,14 +292,18 @@ class CopySplit:
 
     def is_of(self, items: CopyList, packed: list[PackedState], at_once: set[str]) -> bool:
         """True if this is the split of these copies."""
-        return (
-            self._items is items
-            and self._at_once == at_once
-            and all(
-                all(map(operator.is_, mine.values, now.values))
-                for mine, now in zip(self._packed, packed, strict=True)
-            )
-        )
+        return self._items is items and self._packed is packed and self._at_once == at_once
+
+    def versions(self) -> list[int]:
+        """The version of each tensor in ``watched`` at this moment, right after ``items``, for `written`."""
+        return list(map(_version_of, self._counted))
+
+    def written(self, since: list[int]) -> set[str]:
+        """The names of those that were written to since they had these versions."""
+        now = list(map(_version_of, self.watched))
+        if now == since:
+            return set()
+        return {self._names[i] for i, (a, b) in enumerate(zip(now, since, strict=True)) if a != b}
 
     def sample(self, number: int, engine: CopyEngine) -> Samples:
         """The elements to sample in snapshot ``number``."""

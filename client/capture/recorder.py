@@ -482,6 +482,8 @@ class Recorder:
     def _pending_gradients(self) -> bool:
         """True if an optimizer has not used some gradients yet: those are in no snapshot."""
         binding = self._binding
+        if self._updates.keys() >= set(range(len(binding.optimizers))):
+            return False
         return any(
             owner[0] not in self._updates
             and (binding.params[n].grad is not None or binding.held(n).grad is not None)

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.capture.gradient_recorder import GradientCopy
@@ -101,7 +100,8 @@ class Fill:
     scalars: dict[str, Any]
     split: CopySplit = field(init=False)
     samples: Samples = field(init=False)
-    versions: list[tuple[Tensor, int, str]] = field(default_factory=list)
+    versions: list[int] = field(init=False)
+    """Of what is copied beside training, at the top."""
     changed: set[str] = field(default_factory=set)
     """Names of tensors that were written before the optimizer's step."""
     changed_at_once: set[str] = field(default_factory=set)
@@ -151,7 +151,7 @@ class Fill:
             return not reported
 
     def check_versions(self) -> None:
-        self.changed |= {name for tensor, version, name in self.versions if tensor._version != version}
+        self.changed |= self.split.written(self.versions)
 
     def check_copy(self) -> None:
         """Compare the copy with the samples of the top."""
@@ -294,8 +294,8 @@ class Capture:
         split = self._splits.get(plan.phase)
         if split is None or not split.is_of(items, packed, at_once):
             split = self._splits[plan.phase] = CopySplit(sources, items, packed, at_once)
-        fill.versions = [(t, t._version, n) for t, n in split.watched]
-        fill.split, fill.samples = split, split.sample(fill.header.sequence, self._engine)
+        fill.split, fill.versions = split, split.versions()
+        fill.samples = split.sample(fill.header.sequence, self._engine)
         if is_new:
             self._stats.copy_plans_ms += (time.perf_counter() - started) * 1e3
         if split.packed_at_once:

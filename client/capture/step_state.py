@@ -8,7 +8,9 @@ within the user's own ``state_dict``.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -39,6 +41,9 @@ __all__ = [
     "reproducible",
     "zero_grads",
 ]
+
+
+_grad_of = operator.attrgetter("grad")
 
 
 class Stateful(Protocol):
@@ -218,11 +223,17 @@ def grad_flags(binding: LiveState) -> bytes:
 
     A fresh process has no gradients, and optimizers skip parameters without one.
     """
-    masters = binding.masters
-    return bytes(
-        (p.grad is not None) + 2 * (n in masters and masters[n].grad is not None)
-        for n, p in binding.params.items()
-    )
+    flags = _have_grad(binding.params.values())
+    if not binding.masters:
+        return flags
+    of_masters = _have_grad(binding.masters_in_order)
+    # Each as one number: no byte overflows.
+    both = int.from_bytes(flags, "little") + 2 * int.from_bytes(of_masters, "little")
+    return both.to_bytes(len(flags), "little")
+
+
+def _have_grad(tensors: Iterable[Tensor]) -> bytes:
+    return bytes(map(operator.is_not, map(_grad_of, tensors), repeat(None)))
 
 
 def zero_grads(binding: LiveState, flags: bytes, names: Iterable[str]) -> None:

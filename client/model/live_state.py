@@ -55,6 +55,8 @@ _LARGER = 13
 _PLAIN = (Tensor, nn.Parameter)
 _CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
+_NO_MASTER = torch.empty(0)
+
 _T = TypeVar("_T", bound=Tensor)
 
 
@@ -175,6 +177,8 @@ class LiveState:
             cannot be captured, or a weight is made of several tensors.
 
     Attributes:
+        masters_in_order: the master of each of ``params``, in their order; where there is none, a tensor
+            without gradient.
         keepers: the objects that hold the optimizers' state, which may be spread over ranks.
         owner: (optimizer, group) of each parameter.
         elsewhere: parameters that another rank updates.
@@ -223,6 +227,7 @@ class LiveState:
         for tensor, oi, (gi, pi) in list(owner.values()):
             if id(tensor) not in claimed:
                 self.params.setdefault(f"extra/{oi}.{gi}.{pi}", tensor)
+        self.masters_in_order = [self.masters.get(name, _NO_MASTER) for name in self.params]
         self.owner: dict[str, tuple[int, int]] = {}
         for name in self.params:
             found = owner.get(id(self.held(name)))

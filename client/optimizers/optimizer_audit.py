@@ -10,8 +10,7 @@ from outside, are left as they are.
 from __future__ import annotations
 
 import bisect
-import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,9 +28,11 @@ from ckptd.client.optimizers.value_trees import (
     left_alone,
     part_of,
     plain,
-    plain_parts,
     plain_tensor,
+    same_objects,
+    state_values,
     unlike,
+    with_parts,
 )
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class KeptState:
         # there is no state.
         self._deviating: dict[str, list[str] | None] = {}
         self._held: tuple[object, frozenset[int]] = (None, frozenset())
+        # By keeper: all keys of its state at the last look, and those that belong to no parameter.
+        self._foreign_keys: dict[int, tuple[list[Any], list[Any]]] = {}
         self._volatile: set[tuple[str, str]] = set()
         self._warned = False
         self._num_generators = 0
@@ -172,18 +175,18 @@ class KeptState:
         Returns:
             A tensor that a new plan could capture; empty if there is none.
         """
-        now = _values_of(self._binding.keepers, parts=self._composed)
+        now = state_values(self._binding.keepers, parts=self._composed)
         if specs is not self.specs:
             self.specs, self._looked, self._odd, self._deviating = specs, {}, {}, {}
             self._parts = {}
-        elif _same_objects(now, self._seen):
+        elif same_objects(now, self._seen):
             return self._unknown
         unknown = ""
         for name in self._binding.owner:
             state = self._binding.state(name)
-            values_now = tuple(_with_parts(state.values()))
+            values_now = tuple(with_parts(state.values()))
             before = self._looked.get(name)
-            if not before or not _same_objects(values_now, before):
+            if not before or not same_objects(values_now, before):
                 self._looked[name] = values_now
                 unknown = self._look_at(name, state) or unknown
         # Only now: a look that fails half-way must be made again.
@@ -279,11 +282,14 @@ class KeptState:
         made, known, skipped = Baseline(), _CapturedTensors(self._captured), self._skipped()
         writers: list[TreeWriter] = []
 
+        def is_skipped(value: object) -> bool:
+            return id(value) in skipped or id(value) in self._modules
+
         def writer(into: Baseline | None = None, parts: Mapping[int, Reference] = _NO_PARTS) -> TreeWriter:
             def find(value: Tensor | int) -> list[Any] | None:
                 return parts.get(id(value)) or known(value)
 
-            writers.append(TreeWriter(find, self._baseline, lambda value: id(value) in skipped, into))
+            writers.append(TreeWriter(find, self._baseline, is_skipped, into))
             return writers[-1]
 
         attributes: list[Any] = []
@@ -325,16 +331,20 @@ class KeptState:
 
     def _foreign(self, keeper: torch.optim.Optimizer) -> dict[Any, Any]:
         """Entries of ``state`` that belong to no parameter, such as ``state["step"]``."""
-        owner, owned = self._held
-        if owner is not self._binding.owner:
-            owned = frozenset(id(self._binding.held(n)) for n in self._binding.owner)
-            self._held = self._binding.owner, owned
-        return {k: v for k, v in keeper.state.items() if id(k) not in owned}
+        binding, keys = self._binding, list(keeper.state)
+        if self._held[0] is not binding.owner:
+            self._held = binding.owner, frozenset(id(binding.held(n)) for n in binding.owner)
+            self._foreign_keys = {}
+        known = self._foreign_keys.get(id(keeper))
+        if known is None or not same_objects(keys, known[0]):
+            owned = self._held[1]
+            known = self._foreign_keys[id(keeper)] = keys, [k for k in keys if id(k) not in owned]
+        return {k: keeper.state[k] for k in known[1]}
 
     def _skipped(self) -> set[int]:
-        """Identities of objects that are captured elsewhere."""
+        """Identities of objects that are captured elsewhere, besides modules."""
         binding = self._binding
-        found = set(self._modules)
+        found = set[int]()
         for optimizer in (*binding.optimizers, *binding.keepers):
             found.add(id(optimizer.state))
             found.add(id(optimizer.param_groups))
@@ -499,33 +509,6 @@ def _as_node(entries: Mapping[str, list[list[Any]]]) -> list[Any]:
         "d",
         [[["v", n], ["d", [[["v", k], v] for k, v in e]]] for n, e in sorted(entries.items())],
     ]
-
-
-def _values_of(keepers: Iterable[torch.optim.Optimizer], *, parts: bool) -> list[Any]:
-    """All values in their state, to see whether any was replaced; at each step.
-
-    Args:
-        parts: also what values are made of that are no plain tensors.
-    """
-    found: list[Any] = []
-    for keeper in keepers:
-        for state in keeper.state.values():
-            of_state: Iterable[Any] = state.values() if isinstance(state, dict) else (state,)
-            found += _with_parts(of_state) if parts else of_state
-            found.append(state)
-    return found
-
-
-def _with_parts(values_now: Iterable[Any]) -> Iterator[Any]:
-    """The values, and what those are made of that are no plain tensors."""
-    for value in values_now:
-        yield value
-        if isinstance(value, Tensor) and type(value) is not Tensor:
-            yield from plain_parts(value)
-
-
-def _same_objects(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _simple(value: object) -> bool:

@@ -29,6 +29,7 @@ import ctypes
 import enum
 import functools
 import logging
+import operator
 import pickle
 import random
 import sys
@@ -36,7 +37,8 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -57,8 +59,11 @@ __all__ = [
     "plain",
     "plain_parts",
     "plain_tensor",
+    "same_objects",
+    "state_values",
     "strides_of",
     "unlike",
+    "with_parts",
 ]
 
 MAX_DEPTH = 16
@@ -100,6 +105,7 @@ _IGNORED_MODULES = (
     "triton",
 )
 _DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*_DICTS, list, tuple, deque, set, frozenset)
 
 
 class NotCapturable(Exception):
@@ -185,7 +191,7 @@ class TreeWriter:
             raise NotCapturable(path, f"more than {MAX_NODES} values")
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        found = _generator_state(value)
+        found = None if type(value) in _CONTAINERS else _generator_state(value)
         if found is not None:
             self._note(value)
             self.num_generators += 1
@@ -244,11 +250,15 @@ class TreeWriter:
     def pair(self, key: Any, value: Any, path: str, depth: int = 0) -> list[Any]:
         """The nodes of an item of the dict at ``path``."""
         made = self._key(key, path)
+        if type(value) in _SIMPLE:  # as most are: no path is needed
+            return [made, value]
         where = f"{path}[{made[2] if made[0] == 'k' else repr(key)}]"
         return [made, self.node(value, where, depth + 1)]
 
     def _key(self, key: Any, path: str) -> list[Any]:
         """The node of a dict's key; tensors, their identities and addresses differ between processes."""
+        if type(key) is str:
+            return ["v", key]
         known = self._known(key) if isinstance(key, Tensor) or _is_large(key) else None
         if known is not None:
             return [*known] if known[0] == "a" else ["k" if isinstance(key, Tensor) else "n", *known]
@@ -266,7 +276,7 @@ class TreeWriter:
         """The nodes of an object's attributes, by name."""
         self._note(value)
         return [
-            [k, self.node(v, f"{path}.{k}" if path else k, depth + 1)]
+            [k, v if type(v) in _SIMPLE else self.node(v, f"{path}.{k}" if path else k, depth + 1)]
             for k, v in dict(_attributes(value)).items()
         ]
 
@@ -486,6 +496,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def is_ignored(value: object) -> bool:
     """True for code, locks, and what libraries keep for the process: it is no state of the run."""
+    if type(value) in _CONTAINERS:
+        return False
     if isinstance(value, _IGNORED):
         return True
     if isinstance(value, Tensor | torch.Generator):
@@ -532,6 +544,35 @@ def part_of(state: Mapping[str, Any], key: str) -> Any:
     for attribute in path:
         value = getattr(getattr(value, "_local_tensor", value), attribute, None)
     return value
+
+
+def with_parts(values_now: Iterable[Any]) -> Iterator[Any]:
+    """The values, and what those are made of that are no plain tensors."""
+    for value in values_now:
+        yield value
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            yield from plain_parts(value)
+
+
+def state_values(keepers: Iterable[torch.optim.Optimizer], *, parts: bool) -> list[Any]:
+    """All values in their state, and the dictionaries that hold them, to see at each step by `same_objects`
+    whether any was replaced.
+
+    Args:
+        parts: also what values are made of that are no plain tensors.
+    """
+    found: list[Any] = []
+    for keeper in keepers:
+        states = list(keeper.state.values())
+        found += states
+        of_states = chain.from_iterable(s.values() if isinstance(s, dict) else (s,) for s in states)
+        found += with_parts(of_states) if parts else of_states
+    return found
+
+
+def same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+    """True if both hold the very same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _is_large(key: object) -> bool:

@@ -54,9 +54,7 @@ class TopTensors:
 
     def changed(self) -> set[str]:
         """The tensors that were written to, by their version or by samples that were read again."""
-        pairs = zip(self.split.watched, self.versions, strict=True)
-        counted = {name for (tensor, name), version in pairs if tensor._version != version}
-        return counted | self.split.names_of(self.samples.changed())[0]
+        return self.split.written(self.versions) | self.split.names_of(self.samples.changed())[0]
 
     def unlike(self, segment: MappedSegment, index: int) -> set[str]:
         """The tensors whose copy in this slot differs from their samples at the top."""
@@ -140,8 +138,7 @@ class ParkCopy:
         items, packed = sources.items(), sources.packed_now()
         if split is None or not split.is_of(items, packed, set()):
             split = self._split = CopySplit(sources, items, packed, set())
-        versions = [tensor._version for tensor, _ in split.watched]
-        samples = split.sample(step, self._engine)
+        versions, samples = split.versions(), split.sample(step, self._engine)
         absent, missing = sources.absent, sources.missing()
         found = TopTensors(sources, split, packed, absent, missing, versions, samples)
         self._engine.read(samples, lambda error: found.errors.append(error) if error else None)
