@@ -341,6 +341,8 @@ class _Order:
     at_once: Sequence[CopyItem]
     first: torch.cuda.Event
     last: torch.cuda.Event
+    transfers: CopyTransfers | None = None
+    repeated: bool = False
     error: BaseException | None = None
     issued: threading.Event = field(default_factory=threading.Event)
 
@@ -427,13 +429,17 @@ class CudaEngine:
         last = torch.cuda.Event(enable_timing=True, blocking=True)
         image = memory.tensor[base:]
         order = _Order(items, memory, image, done, late, at_once, first, last)
-        if at_once:
-            try:
-                with torch.no_grad(), torch.cuda.stream(self._stream):
+        # The first time the transfers are planned, too.
+        order.repeated = isinstance(items, CopyList) and weakref.ref(items) in self._planned
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                # Here and not by the other thread: the addresses are those of this moment.
+                order.transfers = self._transfers(items, memory)
+                if at_once:
                     self._transfers(at_once, memory).send(image, self._stream.cuda_stream)
                     current.wait_event(self._stream.record_event())
-            except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
-                order.error = caught
+        except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
+            order.error = caught
         self._open, self._last = order, last
         self._orders.put(order)
 
@@ -552,44 +558,53 @@ class CudaEngine:
         ignore_captures()
         while (order := quietly(self._orders.get)) is not None:
             try:
-                self._issue(order)
-            except Exception:
-                # The thread must live: the trainer waits for it.
+                job = self._issue(order)
+            except Exception as error:
+                # The thread must live: the trainer waits for it. And a slot whose copy nobody reports would
+                # stay claimed for ever.
                 logger.exception("in the thread that issues copies")
-            finally:
-                order.issued.set()
-            del order  # releases the sources before the next one
+                order.error, job = order.error or error, None
+            if job is not None:
+                self._jobs.put(job)
+            order.issued.set()
+            if order.error is not None:
+                self._refuse(order, order.error)
+            del order, job  # releases the sources before the next one
 
-    def _issue(self, order: _Order) -> None:
-        items, error = order.items, order.error
-        more: Sequence[CopyItem] = ()
-        # The first time the transfers are planned, too.
-        repeated = not self._compared and isinstance(items, CopyList) and weakref.ref(items) in self._planned
+    def _issue(self, order: _Order) -> _Job:
+        """Give the copies to the device; an error of theirs is left in the order."""
+        items, more = order.items, list[CopyItem]()
         begun = time.perf_counter()
-        if error is None:
+        if order.transfers is not None and order.error is None:
             try:
                 with torch.no_grad(), torch.cuda.stream(self._stream):
                     # Binds the device's context to this thread, which the driver's calls need.
                     self._pack[-1:].zero_()
-                    more = order.late()
-                    self._transfers(items, order.memory).send(order.image, self._stream.cuda_stream)
+                    more = list(order.late())
+                    order.transfers.send(order.image, self._stream.cuda_stream)
                     if more:
                         self._transfers(more, order.memory).send(order.image, self._stream.cuda_stream)
             except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
-                error = caught
+                order.error = caught
         order.last.record(self._stream)
         host_s = time.perf_counter() - begun
-        sizes: tuple[int, ...] = ()
-        if repeated and error is None:
-            every = (*order.at_once, *items, *more)
-            sizes, self._compared = tuple(item.nbytes for item in every if item.nbytes), True
         # Also after an error: work given to the device before goes on reading.
         read = (tuple(items), more, order.at_once)
-        plan = self._plan if self._kernel_for(order.memory) is None else None
-        done = None if error else order.done
-        self._jobs.put(_Job(order.first, order.last, done, read, sizes, host_s, plan))
-        if error is not None:
+        if order.transfers is None or order.error is not None:
+            return _Job(order.first, order.last, None, read)
+        sizes: tuple[int, ...] = ()
+        if order.repeated and not self._compared:
+            every = (*order.at_once, *items, *more)
+            sizes, self._compared = tuple(item.nbytes for item in every if item.nbytes), True
+        plan = self._plan if order.transfers.kernel is None else None
+        return _Job(order.first, order.last, order.done, read, sizes, host_s, plan)
+
+    @staticmethod
+    def _refuse(order: _Order, error: BaseException) -> None:
+        try:
             order.done(error)
+        except Exception:
+            logger.exception("in the thread that issues copies")
 
     # -- the thread that learns what has arrived -----------------------------------------------------
 

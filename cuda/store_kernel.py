@@ -3,7 +3,7 @@
 The copy engine of a device stays with a stream as long as that has copies ready, and the training's own small
 copies (the size of a `nonzero`, an `item`) wait; so copies are cut into chunks, each with a kernel behind it
 and calls of the host: 26 ms for a GB in chunks of 4 MiB, measured on an H200. A kernel that stores past the
-copy engine needs one launch for a whole snapshot, and a small copy waits for less than a chunk. Its stores
+copy engine needs one launch for a whole snapshot, and small copies wait less beside it. Its stores
 wait for the link most of the time, so a few blocks are enough, and other kernels run beside them.
 
 The kernel is in `csrc/store_kernel.cu`, and as the driver compiles it in `csrc/store_kernel.ptx` (compute
@@ -36,7 +36,7 @@ _SOURCE, _NAME = "csrc/store_kernel.ptx", b"ckptd_store"
 # On an H200, 4, 8 and 16 blocks all reach 0.93 of the link, and a small copy of another stream waits the less
 # the fewer there are (bench/results/one_gpu_h200_202611.md).
 _BLOCKS, _THREADS = 4, 512
-_TILE_BYTES = 256 << 10
+_TILE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)

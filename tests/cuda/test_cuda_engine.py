@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import queue
 import threading
 import time
 
@@ -18,6 +19,7 @@ from ckptd.cuda.copy_plan import DEFAULT_PLAN, H100_CURVE, choose_copy_plan
 from ckptd.cuda.cuda_engine import CopyTransfers, CudaEngine, describe_copies, plan_transfers
 from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
 from ckptd.cuda.store_kernel import StoreKernel
+from tests.cuda import fake_device
 from tests.cuda.fake_device import pretend_a_device
 from tests.cuda.host_kernel import HostLaunch
 
@@ -231,8 +233,8 @@ def test_the_kernel_sends_dense_tensors_of_any_size(launches: HostLaunch) -> Non
     memory.tensor.zero_()
     engine.begin(items, memory, 0, errors.append, lambda: once)
     engine.wait()
-    tile = 256 << 10
-    assert launches.sizes == [[*[tile] * 10, 2_800_000 - 10 * tile, 400, 12]]
+    tile = 64 << 10
+    assert launches.sizes == [[*[tile] * 42, 2_800_000 - 42 * tile, 400, 12]]
     assert launches.threads == ["ckptd-issue"]
     for each in (*items, *once):
         there = memory.view(each.offset, each.nbytes, each.dtype, (-1,))
@@ -262,6 +264,52 @@ def test_a_copy_that_the_driver_refuses_is_reported_and_the_next_one_works(launc
     assert "could not be launched: code 700" in str(errors[0])
     assert errors[1:] == [None]
     assert torch.equal(memory.view(0, 4000, torch.float32, (-1,)), items[0].tensor)
+
+
+def test_an_event_that_cannot_be_recorded_is_reported(
+    launches: HostLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device with an error: the slot must not stay claimed, and the trainer must not wait."""
+
+    class Broken(fake_device.Event):
+        def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+            super().__init__(enable_timing=enable_timing, blocking=blocking)
+            self._breaks = blocking
+
+        def record(self, stream: fake_device.Stream | None = None) -> None:
+            if self._breaks:
+                raise RuntimeError("the device has an error")
+            super().record(stream)
+
+    engine = CudaEngine(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "Event", Broken)
+    memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
+    reported = queue.SimpleQueue[BaseException | None]()
+    engine.begin(CopyList([item(random(10), 0)]), memory, 0, reported.put)
+    assert "the device has an error" in str(reported.get(timeout=60))
+    engine._issued()
+    engine.close()
+    assert reported.empty()
+
+
+def test_the_sources_are_those_of_the_moment_of_the_call(launches: HostLaunch) -> None:
+    """Though training gives a tensor other memory before its turn comes."""
+    engine = CudaEngine(torch.device("cpu"))
+    memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
+    engine.register(memory, [(0, SIZE)])
+    tensor = random(1000)
+    expected, goes_on = tensor.clone(), threading.Event()
+
+    def late() -> list[CopyItem]:
+        assert goes_on.wait(60)
+        return []
+
+    engine.begin(CopyList([item(tensor, 0)]), memory, 0, lambda error: None, late)
+    tensor.data = torch.zeros(1000)
+    goes_on.set()
+    engine.wait()
+    engine.close()
+    assert torch.equal(memory.view(0, 4000, torch.float32, (-1,)), expected)
 
 
 def test_what_is_copied_at_once_is_there_before_the_training_thread_goes_on(launches: HostLaunch) -> None:

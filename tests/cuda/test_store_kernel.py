@@ -21,7 +21,7 @@ from tests.cuda.host_kernel import HostLaunch
 SOURCES = Path(module.__file__).parent / "csrc"
 HOST = torch.device("cpu")
 STREAM = 7
-TILE = 256 << 10
+TILE = 64 << 10
 
 
 def tensors() -> list[Tensor]:
