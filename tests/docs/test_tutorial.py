@@ -78,7 +78,12 @@ def masked(text: str) -> set[str]:
     """The different lines without their numbers: another machine has others, and other snapshots are complete.
     On a busy one ckptd also says what holds training up.
     """
-    text = re.sub(r"^ckptd: (copies hold training up|digests are slower|training is slower).*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^ckptd: (copies hold training up|digests are slower|training is slower).*\n",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
     text = re.sub(r"replay begins at \d+: .*", "replay begins", text)
     text = re.sub(r"\d[\d.]*( [KMG]iB)?", "#", text)
     return {" ".join(line.split()) for line in text.splitlines()}
