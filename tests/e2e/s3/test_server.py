@@ -113,8 +113,8 @@ def test_credentials_that_are_refused_stop_no_training_and_restore_nothing(
         assert "Refused" in why
         assert "another" not in why, "no secret is told"
         training.end(reference)
-        newest = bucket.committed(run)[0]
         lose_memory(daemon)
+        newest = bucket.committed(run)[0]
         process, out = jobs.start("plain", "--total", str(TOTAL), "--run", run, daemon=daemon.endpoint)
         process.join(SOON_S)
         assert process.exitcode not in (None, 0)
