@@ -13,7 +13,7 @@ go on from what they hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptd.core.replication.replicas import Promise
 
@@ -23,7 +23,24 @@ GUEST_S = 3600.0  # from a start until its ranks have joined: longer than they w
 MAX_GUESTS = 1 << 16  # per run
 
 RunName = tuple[str, str]  # job, run
-_NOTHING = (-1, Promise(), 1)
+
+
+class _Told(NamedTuple):
+    """What peers told of an epoch, and the floor that goes on from epochs before it.
+
+    That floor counts until one of the epoch itself is known, also if the latter is lower: the epoch may
+    follow another history than the one of which the floor was.
+    """
+
+    epoch: int = -1
+    promise: Promise = Promise()
+    carried: int = -1
+    span: int = 1
+
+    def with_own(self, own: Promise) -> Promise:
+        """The promise, with what this node's own ranks agreed on in the same epoch."""
+        agreed = _newer(own, self.promise)
+        return agreed if agreed.floor >= 0 else Promise(self.carried, agreed.horizon)
 
 
 class KnownRuns:
@@ -36,7 +53,7 @@ class KnownRuns:
     def __init__(self, promise_of: Callable[[str, str], tuple[int, Promise, int]]) -> None:
         self._promise_of = promise_of
         self._epochs: dict[RunName, dict[int, int]] = {}
-        self._told: dict[RunName, tuple[int, Promise, int]] = {}
+        self._told: dict[RunName, _Told] = {}
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> bool:
         """A recovery began this epoch; returns whether that is new."""
@@ -46,8 +63,8 @@ class KnownRuns:
         known[epoch] = start
         before, promise, span = self._in_force(job, run)
         if epoch > before:
-            carried = self._carried(job, run, before, promise)
-            self._told[job, run] = (epoch, carried, span if carried.floor >= 0 else 1)
+            floor = self._carried(job, run, before, promise.floor)
+            self._told[job, run] = _Told(epoch, carried=floor, span=span if floor >= 0 else 1)
         return True
 
     def epochs(self, job: str, run: str) -> Mapping[int, int]:
@@ -60,15 +77,16 @@ class KnownRuns:
 
     def learn(self, job: str, run: str, epoch: int, told: Promise, span: int) -> None:
         """A sender told the promise of this epoch. Of an older epoch only its floor counts."""
-        known_epoch, known, known_span = self._told.get((job, run), _NOTHING)
-        if epoch > known_epoch:
-            known, known_span = Promise(), 1
-        elif epoch < known_epoch:
-            told = self._carried(job, run, epoch, told)
-            if told.floor < 0:
+        known = self._told.get((job, run), _Told())
+        if epoch > known.epoch:
+            known = _Told(epoch)
+        elif epoch < known.epoch:
+            floor = self._carried(job, run, epoch, told.floor)
+            if floor < 0:
                 return
-        latest = max(epoch, known_epoch)
-        self._told[job, run] = (latest, _newer(known, told), max(known_span, span))
+            known, told = known._replace(carried=max(known.carried, floor)), Promise()
+        fresh = known._replace(promise=_newer(known.promise, told), span=max(known.span, span))
+        self._told[job, run] = fresh
 
     def promise(self, job: str, run: str) -> tuple[Promise, int]:
         """The known promise of the latest epoch, and the span."""
@@ -82,21 +100,20 @@ class KnownRuns:
     def _in_force(self, job: str, run: str) -> tuple[int, Promise, int]:
         """The latest epoch in which something was promised, the promise, and the span."""
         epoch, own, span = self._promise_of(job, run)
-        told_epoch, told, told_span = self._told.get((job, run), _NOTHING)
-        if epoch > told_epoch:
+        told = self._told.get((job, run), _Told())
+        if epoch > told.epoch:
             return epoch, own, span
-        if told_epoch > epoch:
-            return told_epoch, told, told_span
-        return epoch, _newer(own, told), max(span, told_span)
+        if told.epoch > epoch:
+            return told.epoch, told.with_own(Promise()), told.span
+        return epoch, told.with_own(own), max(span, told.span)
 
-    def _carried(self, job: str, run: str, epoch: int, promise: Promise) -> Promise:
-        """What an older epoch's promise means in later ones: its floor, if none of them began before it.
+    def _carried(self, job: str, run: str, epoch: int, floor: int) -> int:
+        """The floor that an older epoch's is in later ones: the same, if none of them began before it.
 
-        Its horizon does not count: it would give away what a later floor needs.
+        Otherwise -1. Its horizon does not count: it would give away what a later floor needs.
         """
         starts = [start for later, start in self.epochs(job, run).items() if later > epoch]
-        holds = bool(starts) and promise.floor <= min(starts)
-        return Promise(promise.floor) if holds else Promise()
+        return floor if starts and floor <= min(starts) else -1
 
 
 class _Card(Protocol):

@@ -105,6 +105,22 @@ def test_a_snapshot_of_an_older_history_brings_a_floor_that_is_still_one() -> No
     assert known.promise(*RUN) == (Promise(9), 3)
 
 
+def test_a_floor_of_an_epoch_counts_more_than_one_of_before_also_if_it_is_lower() -> None:
+    """A node was away; the run began anew without it, and went on from iteration 5. The floor of the history
+    that the node had known was 5, too, and the new one has come to 4: the node gave away what 4 needs
+    (simulation, split seed 35182).
+    """
+    known = runs(Promise(5, 12), 3, epoch=1)
+    known.note_epoch(*RUN, 3, 5)
+    assert known.promise(*RUN) == (Promise(5), 3)
+    known.learn(*RUN, 3, Promise(-1, 2), 3)
+    assert known.promise(*RUN) == (Promise(5, 2), 3)
+    known.learn(*RUN, 3, Promise(4, 4), 3)
+    assert known.promise(*RUN) == (Promise(4, 4), 3)
+    known.learn(*RUN, 1, Promise(5, 12), 3)
+    assert known.promise(*RUN) == (Promise(4, 4), 3)
+
+
 def test_epochs_that_are_told_late_change_nothing() -> None:
     known = runs()
     known.learn(*RUN, 3, Promise(20, 20), 1)
