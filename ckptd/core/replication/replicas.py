@@ -18,12 +18,15 @@ A suffix has at least ``span`` snapshots here. All ranks load from one start, so
 others (a smaller window) must keep as many as the others need.
 
 While a snapshot is received, the chain that it links back to stays too: that chain becomes the next suffix.
-A group therefore needs the slots of two suffixes to bridge any gap, and otherwise those of one suffix and of
-the floor's lag. If neither fits, the peer is told ``busy`` and tries again.
+What is newer than a gap that is being filled gives way if nothing else does: the peer does not count on it
+(`TargetCopies.doubt_newer`). A group therefore needs the slots of two suffixes to bridge any gap, and
+otherwise those of one suffix and of the floor's lag. If neither fits, the peer is told ``busy`` and tries
+again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,13 +112,20 @@ def admit(
     empty = _empty(ready, known)
     if empty is not None:
         return empty
-    kept = promised(table, num_operators, promise=promise, epochs=known, span=span, incoming=incoming)
+    keeping = functools.partial(promised, table, num_operators, promise=promise, epochs=known, span=span)
+    kept = keeping(incoming=incoming)
     spare = [record for record in ready if record.sealed and record.key not in kept]
-    if not spare:
-        return Deny("busy", f"all {len(own)} slots are promised (floor {promise.floor}) or in use")
-    oldest = min(spare, key=lambda record: record.fill)
-    text = f"iteration {oldest.iteration} is not part of what is promised"
-    return Admit(oldest.index, text, releases=oldest.iteration)
+    if spare:
+        oldest = min(spare, key=lambda record: record.fill)
+        text = f"iteration {oldest.iteration} is not part of what is promised"
+        return Admit(oldest.index, text, releases=oldest.iteration)
+    promised_now = keeping()
+    newer = [r for r in ready if r.sealed and r.fill > incoming.fill and r.key not in promised_now]
+    if newer:
+        newest = max(newer, key=lambda record: record.fill)
+        text = f"nothing links to iteration {newest.iteration} until {name} is here"
+        return Admit(newest.index, text, releases=newest.iteration)
+    return Deny("busy", f"all {len(own)} slots are promised (floor {promise.floor}) or in use")
 
 
 def promised(

@@ -80,10 +80,15 @@ class TestAdmit:
         records = [*records[:2], replace(records[2], previous=-1), replace(records[3], previous=-1)]
         assert released(records, 12, Promise(2, 2)) == 5
 
-    def test_what_the_missing_link_joins_stays(self) -> None:
-        """5 and 7 are here and 6 comes: without 7 the sender would believe in a chain that is none."""
-        records = ring(1, 2, 5, 7)
-        assert released(records, 6, Promise(2, 2)) == "busy"
+    def test_what_the_missing_link_joins_goes_only_if_nothing_else_can(self) -> None:
+        """1 to 4 fill a ring with 6 and 7, and 5 comes: the peer does not count on 6 and 7 until it has sent 5.
+
+        A ring that was full of what is newer than the gap was busy for ever (simulation, falls back, seed 202).
+        """
+        assert released(ring(0, 1, 2, 4, 6, 7), 5, Promise(2, 2)) == 0
+        assert released(ring(1, 2, 5, 7), 6, Promise(2, 2)) == 7
+        # 6 and 7 are a suffix that may be the floor.
+        assert released(ring(1, 2, 6, 7), 5, Promise(2, 2)) == "busy"
 
     def test_without_a_promised_suffix_the_newest_one_stays_until_its_successor_is_sealed(
         self,
