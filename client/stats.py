@@ -38,7 +38,6 @@ class Stats:
     `unprotected`: 1 if the attach was refused and the user allowed training to continue.
     `daemon_changes`: how often a daemon with other settings (store, peers, quota) replaced the one before.
 
-    `floor_overrides`: overwritten snapshots that a recovery together with the other ranks may have needed.
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
     `snapshot_bytes`: of the newest snapshot, `snapshot_step`: its iteration (-1: none yet); `captured_bytes`:
     of all.
@@ -79,7 +78,6 @@ class Stats:
     no_slot: int = 0
     pending_gradients: int = 0
     chain_breaks: int = 0
-    floor_overrides: int = 0
     grown: int = 0
     sealed_here: int = 0
     unprotected: int = 0

@@ -425,17 +425,10 @@ class Run:
 
     def _protect_rank(self, rank: int) -> None:
         core, promise = self.ranks[rank].core, self.promise
-        if promise.floor < 0 and self.epoch_start < 0:
-            elsewhere = core.num_counted  # there are no snapshots yet
-        else:
-            # Some of the targets that count may not have the suffix of the floor yet. And after a
-            # recovery, another node may know a floor; it arrives when the new tree agrees.
-            elsewhere = core.num_holding(promise.floor) if promise.floor >= 0 else 0
         hint = RingHint(
             promise.floor,
             max(promise.horizon, core.aim.first),
             min(self.span, _MOST),
-            self._num_ranks > 1 and elsewhere < 2,
             min(core.behind, _MOST),
             max(self.epoch, 0),
             core.aim.last,

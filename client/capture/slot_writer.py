@@ -500,7 +500,7 @@ class Capture:
         drained = False
         self.need_generation = ""
         for attempt in range(segment.geometry.num_slots + 2):
-            promised = hard, _ = self._promised()
+            promised = self._promised()
             records, taken = self._table.records(), busy | self._unsettled
             if not attempt:
                 self._note_seals(records)
@@ -509,8 +509,7 @@ class Capture:
                 self._num_operators,
                 busy=taken,
                 generation=segment.generation,
-                protected=self._table.promised(records, self._num_operators, hard=hard),
-                hard=hard,
+                protected=self._table.promised(records, self._num_operators),
                 epochs=self._table.epochs,
             )
             if choice.index is None:
@@ -534,12 +533,10 @@ class Capture:
                 continue
             # A daemon that promises something from here on sees the lock (`Run._secured`); what it
             # wrote down before is read now.
-            now = self._promised()
-            if now != promised and now[0]:
+            if self._promised() != promised:
                 segment.unlock_slot(choice.index)
                 continue
-            self._stats.floor_overrides += choice.overrides_floor
-            self.crowded = hard and not choice.left
+            self.crowded = promised is not None and not choice.left
             return choice.index
         self._stats.no_slot += 1
         self.need_generation = "every slot is being read"
@@ -577,10 +574,10 @@ class Capture:
         segment.seal(record.index)
         self._stats.sealed_here += 1
 
-    def _promised(self) -> tuple[bool, RingHint]:
-        """True if promised snapshots must stay, and the promise, without how far other ranks are behind."""
-        hard = self._table.is_hard(connected=self._session.connected)
-        return hard, self._table.ring_hint._replace(behind=0)
+    def _promised(self) -> RingHint | None:
+        """What must stay, without how far other ranks are behind; None if nothing must."""
+        hint = self._table.ring_hint._replace(behind=0)
+        return hint if hint.span and self._table.of_several_ranks else None
 
 
 def _both(packed: Callable[[], list[CopyItem]], gradients: GradientCopy) -> Callable[[], list[CopyItem]]:

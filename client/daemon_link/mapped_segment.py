@@ -358,14 +358,12 @@ class SlotTable:
         hints = [hint for s in self.segments if (hint := s.ring_hint).span]
         return max(hints, key=lambda hint: (hint.floor, hint.horizon, hint.aim), default=RingHint())
 
-    def is_hard(self, *, connected: bool) -> bool:
-        """Whether `promised` slots must stay, so that newer snapshots are left out instead.
-
-        While the daemon is away it is unknown what other nodes still hold. A run of one rank
+    @property
+    def of_several_ranks(self) -> bool:
+        """Whether `promised` slots must stay, so that newer snapshots are left out instead: a run of one rank
         needs no common start.
         """
-        several = any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
-        return several and (self.ring_hint.sole or not connected or self.returned)
+        return any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
 
     @property
     def returned(self) -> bool:
@@ -376,15 +374,13 @@ class SlotTable:
         agreed = hint.epoch == self.epoch and hint.floor >= self.epoch_start
         return self.epoch_start >= 0 and not agreed
 
-    def promised(
-        self, records: Sequence[SlotRecord], num_operators: int, *, hard: bool = False
-    ) -> set[tuple[int, int]]:
+    def promised(self, records: Sequence[SlotRecord], num_operators: int) -> set[tuple[int, int]]:
         """The slots that a recovery together with the other ranks may need (docs/replication.md §6).
 
-        Where they must stay (`is_hard`), these are no more than what the run agreed on or may agree on next.
+        They hold what the run agreed on, or may agree on next.
         """
         hint = self.ring_hint
-        if not hint.span:
+        if not hint.span or not self.of_several_ranks:
             return set()
         return promised(
             records,
@@ -392,7 +388,7 @@ class SlotTable:
             promise=Promise(hint.floor, hint.horizon),
             epochs=self.epochs,
             span=hint.span,
-            up_to=hint.aim if hard else None,
+            up_to=hint.aim,
             tip=self.epoch_start if self.returned else -1,
         )
 
@@ -498,22 +494,21 @@ class Generations:
         newer = self._segments[self._segments.index(used) + 1 :]
         return [segment for segment in newer if made_for(segment) != made_for(used)]
 
-    def unneeded(self, table: SlotTable, num_operators: int, *, connected: bool) -> list[MappedSegment]:
+    def unneeded(self, table: SlotTable, num_operators: int) -> list[MappedSegment]:
         """Those that no suffix needs, neither one of this rank nor one to which the ranks may have
         to go back together.
 
         Args:
             table: of the newest, and those that have its operator table.
-            connected: whether the daemon can tell how far the other ranks are.
         """
         records, epochs = table.records(), table.epochs
         every = SlotTable(list(self._segments), epoch=table.epoch, epoch_start=table.epoch_start)
-        hint, keeps = every.ring_hint, every.is_hard(connected=connected)
+        hint, keeps = every.ring_hint, every.of_several_ranks
         numbers = droppable_generations(
             records,
             num_operators,
             self.current()[-1].generation,
-            protected=table.promised(records, num_operators, hard=True) if keeps else (),
+            protected=table.promised(records, num_operators),
             epochs=epochs,
         )
         if not isinstance(find_suffix(records, num_operators, epochs=epochs), NoSuffix):

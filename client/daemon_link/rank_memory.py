@@ -438,8 +438,8 @@ class RankMemory:
         return dropped
 
     def _unneeded(self) -> list[MappedSegment]:
-        """Not those to which the other ranks may have to go back (unknown while the daemon is away)."""
-        return self._segments.unneeded(self.table, self.num_operators, connected=self.session.connected)
+        """Not those to which the other ranks may have to go back."""
+        return self._segments.unneeded(self.table, self.num_operators)
 
     def forget_everything(self) -> None:
         """Drop every generation: nothing in them can be recovered."""

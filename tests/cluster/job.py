@@ -55,7 +55,7 @@ def main() -> None:
             told = {"event": event, "host": host, "time_s": time.time(), **fields}
             log.write(json.dumps(told) + "\n")
 
-        write("meeting", pid=os.getpid())
+        write("meeting")
         train(args, rank, write)
     dist.destroy_process_group()
 

@@ -8,8 +8,6 @@ are equal, byte by byte, to those of ranks that nobody disturbed and that know n
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,36 +77,12 @@ class Run(ClusterTraining):
         counted = {rank: sum(t.counted for t in status.targets) for rank, status in found.items()}
         return counted == dict.fromkeys(range(NUM_RANKS), 2) and all(s.floor >= 0 for s in found.values())
 
-    def caught_up(self) -> bool:
-        """Whether all copies are there, and all ranks know it."""
-        found = self.replication().values()
-        lags = {target.lag_iterations for status in found for target in status.targets}
-        return lags == {0} and min(status.floor for status in found) >= FIRST_LOSS - 1
-
     # -- doing -----------------------------------------------------------------------------------
 
     def reach_first_loss(self) -> None:
         """On a slow machine the daemons come to less than the ranks, and what is promised is there later."""
         self.reach(FIRST_LOSS)
         self.job.until(self.replicated, "a state of all ranks on two other hosts each", timeout_s=BACK_S)
-
-    def destroy_at_rest(self, *hosts: Host) -> int:
-        """Destroy hosts when the copies of all ranks have caught up, which stand still meanwhile.
-
-        The ring of a rank whose two targets are lost at once may have rolled on to iterations that the others'
-        copies have not come to: on a slow machine these are far behind.
-        """
-        working = {rank: self.host_of(rank) for rank in range(NUM_RANKS)}
-        pids = {rank: self.events(rank, "meeting")[-1]["pid"] for rank in working}
-        for pid in pids.values():
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            self.job.until(self.caught_up, "copies that are not behind", timeout_s=BACK_S)
-            return self.destroy(*hosts)
-        finally:
-            for rank, host in working.items():
-                if host.up:
-                    os.kill(pids[rank], signal.SIGCONT)
 
     def stop_processes(self, host: Host) -> int:
         """SIGKILL all processes of a host, the daemon among them; its memory stays."""
@@ -159,19 +133,24 @@ def test_a_destroyed_host_comes_back_from_its_peers(
 def test_two_hosts_destroyed_at_once_come_back_from_the_third(
     cluster: Cluster, reference: Path, tmp_path: Path
 ) -> None:
-    """With two replicas, one host of three is enough; beside the spare, one of the lost hosts returns, empty."""
+    """With two replicas, one host of three is enough; beside the spare, one of the lost hosts returns, empty.
+
+    If the two are both targets of the rank whose host is left, its own memory has what all ranks agreed on.
+    On a slow machine it had not: the others' copies were nine iterations behind, and its ring had rolled on.
+    """
     with Run(cluster, tmp_path) as run:
         run.reach_first_loss()
-        first, left, other = map(run.host_of, range(NUM_RANKS))
+        first, _, other = map(run.host_of, range(NUM_RANKS))
         begun_s = time.time()
-        newest = run.destroy_at_rest(first, other)
+        newest = run.destroy(first, other)
         run.return_empty(other)
         run.come_back(newest, since_s=begun_s)
         assert run.working() == {host.name for host in cluster.hosts if host is not first}
         fetched = run.fetched()
         assert fetched, "nothing came from a peer"
         # Where ranks meet once more, what has come may be fetched on from where it came to.
-        assert f"from {left.name}" in fetched[0], fetched
+        spares = [host.name for host in cluster.hosts if host not in (first, other)]
+        assert any(f"from {name}" in fetched[0] for name in spares), fetched
         run.check_end(reference)
 
 

@@ -107,8 +107,7 @@ def _no_room(ckpt: Checkpointer) -> bool:
         records,
         capture._num_operators,
         generation=generation,
-        protected=table.promised(records, capture._num_operators, hard=table.ring_hint.sole),
-        hard=table.ring_hint.sole,
+        protected=table.promised(records, capture._num_operators),
         epochs=table.epochs,
     )
     return choice.remedy is Remedy.WAIT

@@ -24,7 +24,7 @@ from ckptd.core.state_machine import validate_always
 from tests.simulation.mutations import LIMIT, MUTATIONS, caught_after
 from tests.simulation.replication_world import play
 from tests.simulation.shrinker import described, shrink
-from tests.simulation.special_worlds import ROWS, play_row, play_split
+from tests.simulation.special_worlds import LOSSES, play_row, play_split
 from tests.simulation.swarm import CONDITIONS, PHASES, STRIKES, coverage_key, play_swarm
 
 __all__ = ["coverage_table", "main", "waivers"]
@@ -62,9 +62,9 @@ def _worlds(seed: int) -> Iterator[Mapping[str, int]]:
         yield play(seed // _WORLD_SHARE).seen
     if seed % _ROWS_SHARE == 0:
         yield play_split(seed // _ROWS_SHARE).seen
-        for row in ROWS:
-            told = play_row(seed // _ROWS_SHARE, row).seen
-            yield {f"{row}: {what}": told[what] for what in _PRICE}
+        for row, replicas in LOSSES:
+            told = play_row(seed // _ROWS_SHARE, row, replicas=replicas).seen
+            yield {f"{row}, {replicas} replicas: {what}": told[what] for what in _PRICE}
 
 
 def coverage_table(seen: Mapping[str, int]) -> str:

@@ -2,9 +2,9 @@
 
 (a) A sealed copy is the primary's snapshot, byte by byte.
 (b) A plan's pieces are one history.
-(c) The promise of the floor F. When F was announced, each rank had *holders*: the targets that its
-    replicator counted, and its own primary where there was one or none; its latest word on F counts
-    (of its newest epoch). As long as a daemon of the run knows of F, no newer floor is announced
+(c) The promise of the floor F. When F was announced, each rank had *holders*: its own primary (in a run
+    of one rank only without targets), and the targets that its replicator counted; its latest word on
+    F counts (of its newest epoch). As long as a daemon of the run knows of F, no newer floor is announced
     and no recovery went below F: every holder whose memory still exists holds the rank's complete
     suffix that ends at F. Lose any nodes, of which at most r have not been lost yet: if each rank
     is left one such holder, or its own node with a suffix that ends at F, then a plan exists for
@@ -68,7 +68,6 @@ class Checks(Network):
         self.tip: Tip | None = None
         self.changed = True
         self.any_rot = False
-        self.rotted: set[tuple[Holder, int, int]] = set()  # of which rank, up to which floor
         self.found: dict[tuple[str, int, int, bool], bool] = {}  # what `holds` found after this event
 
     # What was said.
@@ -209,25 +208,10 @@ class Checks(Network):
         newest = newest_by_iteration(records, self.epochs)
         return spanning_suffix(newest, self.trainers[rank].window, self.span, end=end) is not None
 
-    def held_before_rot(self, name: str, rank: int, end: int) -> bool:
-        """Whether it would be there if no bit had changed at rest."""
-        segments = [s for s in self.nodes[name].segments.values() if s.rank == rank]
-        records = [record for segment in segments for record in (*segment.records, *segment.damaged)]
-        newest = newest_by_iteration(records, self.epochs)
-        return spanning_suffix(newest, self.trainers[rank].window, self.span, end=end) is not None
-
     def stands(self, holder: Holder) -> bool:
         """Whether the memory of then still exists."""
         node = self.nodes[holder.node]
         return node.up and node.life == holder.life
-
-    def is_soft(self, rank: int, floor: int) -> bool:
-        """Whether a primary may have given the suffix away: a run of one rank needs no common
-        start, and two others may hold it.
-        """
-        others = [name for name in self.nodes if self.nodes[name].up]
-        held = sum(self.holds(name, rank, floor, own=False) for name in others)
-        return len(self.homes) == 1 or held > 1
 
     # The checks.
 
@@ -292,16 +276,31 @@ class Checks(Network):
             return
         for rank, holders in told.holders.items():
             for holder in holders:
-                if not self.stands(holder) or (holder.own and self.is_soft(rank, told.floor)):
-                    continue
+                if not self.stands(holder) or (holder.own and len(self.homes) == 1):
+                    continue  # a run of one rank needs no common start
                 if self.holds(holder.node, rank, told.floor, own=holder.own):
                     continue
-                if self._rotted(holder, rank, told.floor):
+                if self._damaged(holder, rank, told.floor):
                     self.seen["waived: rot"] += 1
+                    continue
+                if self._agrees_alone(told.floor):
+                    self.seen["waived: a daemon that was refused the epoch agrees with itself"] += 1
                     continue
                 assert self.drawn_away(self.told()[2]), (
                     f"(c) {holder} does not hold rank {rank} up to the floor {told.floor}"
                 )
+
+    def _agrees_alone(self, floor: int) -> bool:
+        """Whether the one daemon of all ranks has no memory for the epoch in which they are (so nothing is
+        replicated), and has seen a newer floor of their snapshots, which it counts in the epoch before.
+        """
+        hosts = set(self.homes.values())
+        daemon = self.nodes[next(iter(hosts))].daemon
+        if len(hosts) > 1 or daemon is None or daemon.run.epoch >= self.epoch:
+            return False
+        agreed = daemon.run.promise.floor
+        name = next(iter(hosts))
+        return agreed > floor and all(self.holds(name, rank, agreed, own=True) for rank in self.homes)
 
     def check_tip(self) -> None:
         """(g)"""
@@ -372,12 +371,12 @@ class Checks(Network):
 
     def _rotted(self, holder: Holder, rank: int, floor: int) -> bool:
         """Whether its suffix up to the floor was damaged at rest; what is left of it may go afterwards."""
-        key = holder, rank, floor
-        if self.any_rot and key not in self.rotted:
-            intact = self.holds_intact(holder.node, rank, floor)
-            if not intact and self.held_before_rot(holder.node, rank, floor):
-                self.rotted.add(key)
-        return key in self.rotted
+        return self._damaged(holder, rank, floor) and not self.holds_intact(holder.node, rank, floor)
+
+    def _damaged(self, holder: Holder, rank: int, floor: int) -> bool:
+        first = floor - max(self.span, self.trainers[rank].window)
+        damaged = self.nodes[holder.node].damaged
+        return any((life, of) == (holder.life, rank) and first < at <= floor for life, of, at in damaged)
 
     def check_promise(
         self, lost: Collection[str], plan: RecoveryPlan | NoRecovery, others: Collection[int]
@@ -400,6 +399,5 @@ class Checks(Network):
         return any(self._counts(holder, rank, told.floor, lost) for holder in told.holders[rank])
 
     def _counts(self, holder: Holder, rank: int, floor: int, lost: Collection[str]) -> bool:
-        soft = holder.own and self.is_soft(rank, floor)
-        there = self.stands(holder) and holder.node not in lost and not soft
+        there = self.stands(holder) and holder.node not in lost and not (holder.own and len(self.homes) == 1)
         return there and not self._rotted(holder, rank, floor)

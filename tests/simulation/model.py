@@ -84,8 +84,6 @@ class WorldConfig:
     quiet_s: float = 15.0
     carries: bool = True
     "False: a new epoch, and a restarted root, know nothing of a floor (and span) of before."
-    hard: bool = True
-    "False: a primary gives the floor's suffix away as soon as one target holds it."
     withholds: bool = True
     "False: a primary vouches by itself while its target is away."
     reads_anew: bool = True
@@ -127,7 +125,6 @@ class Hint(NamedTuple):
     floor: int = -1
     horizon: int = -1
     span: int = 0
-    sole: bool = False
     epoch: int = 0
     aim: int = -1
 
@@ -147,7 +144,6 @@ class Segment:
     slots: list[Slot]
     num_operators: int
     hint: Hint = NO_HINT
-    damaged: list[SlotRecord] = field(default_factory=list)  # sealed headers that were lost
 
     @property
     def records(self) -> tuple[SlotRecord, ...]:
@@ -269,6 +265,7 @@ class Node:
     daemon: Daemon | None = None
     segments: dict[str, Segment] = field(default_factory=dict)
     record: Record = field(default_factory=Record)
+    damaged: list[tuple[int, int, int]] = field(default_factory=list)  # at rest: life, rank, iteration
     delay_s: float = 0.1
     full: bool = False
     corrupts: bool = False

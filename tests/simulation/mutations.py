@@ -104,11 +104,17 @@ def _promises_what_the_target_has(self: Replicator) -> Interval:
     return self.replicated
 
 
+def _promises_what_two_targets_have(self: Replicator) -> Interval:
+    return self.replicated if len(self._counted()) > 1 else _promisable(self)
+
+
+_promisable = Replicator._promisable
+
+
 def _promises_while_one_is_away(self: Replicator) -> Interval:
-    counted = self._counted()
-    if self._agreed is None or len(counted) > 1:
+    if self._agreed is None:
         return self.replicated
-    return self._copies.in_aim(counted[0].copies if counted else None)
+    return self._copies.in_aim([target.copies for target in self._counted()])
 
 
 def _promises_the_newest(self: Replicator) -> Interval:
@@ -158,8 +164,8 @@ def _play_with_boots_by_clock(seed: int, config: WorldConfig) -> None:
         world.play()
 
 
-def _row(row: str) -> Play:
-    return lambda seed, config: play_row(seed, row, config)
+def _row(row: str, replicas: int = 1) -> Play:
+    return lambda seed, config: play_row(seed, row, config, replicas=replicas)
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -183,8 +189,8 @@ MUTATIONS: dict[str, Mutation] = {
         ((training, "choose_slot", _with(ring.choose_slot, busy=())),),
     ),
     "ring gives away what is promised": Mutation(
-        "a hard ring leaves a snapshot out",
-        ((training, "choose_slot", _with(ring.choose_slot, hard=False)),),
+        "a ring leaves a snapshot out rather than give away what is promised",
+        ((training, "choose_slot", _with(ring.choose_slot, protected=())),),
         play=_row("slow"),
     ),
     "ring keeps only the newest": Mutation(
@@ -196,7 +202,7 @@ MUTATIONS: dict[str, Mutation] = {
         ((Replicator, "replicated", property(_promises_the_newest)),),
     ),
     "rank promises without its ring": Mutation(
-        "with one target, the ring must hold the suffix, too",
+        "the ring must hold the suffix, too",
         ((Replicator, "_promisable", _promises_what_the_target_has),),
     ),
     "rank promises while a target is away": Mutation(
@@ -238,10 +244,10 @@ MUTATIONS: dict[str, Mutation] = {
         config=WorldConfig(carries=False),
         play=_row("away"),
     ),
-    "one other node is enough": Mutation(
-        "a ring is hard while fewer than two targets hold the floor",
-        config=WorldConfig(hard=False),
-        play=_row("slow"),
+    "two other nodes are enough": Mutation(
+        "the ring must hold the suffix also where two targets do",
+        ((Replicator, "_promisable", _promises_what_two_targets_have),),
+        play=_row("slow", replicas=2),
     ),
     "a missing target is forgotten": Mutation(
         "the floor waits for a target that is away", config=WorldConfig(withholds=False), play=_row("cut")

@@ -231,14 +231,14 @@ class Runs(Senders):
         return "no memory" if refuse else ""
 
     def _holders(self, name: str, sender: Sender) -> tuple[Holder, ...]:
-        """The targets that count; and where they are fewer than two and there are others, the primary."""
+        """The targets that count, and the primary; a run of one rank counts it only without targets."""
         states = sender.core.states(now_s=self.clock(name))
         found = [
             Holder(state.node, sender.lives.get(state.boot_id, -1), False)
             for state in states
             if state.counted
         ]
-        if not found or (len(found) < 2 and len(self.homes) > 1):
+        if not found or len(self.homes) > 1:
             found.append(Holder(name, self.nodes[name].life, True))
         return tuple(found)
 
@@ -340,7 +340,6 @@ class Runs(Senders):
             promise.floor,
             horizon,
             run.span,
-            self._is_sole(run, rank),
             max(run.epoch, 0),
             core.aim.last,
         )
@@ -351,12 +350,3 @@ class Runs(Senders):
     def write_hint(self, name: str, segment: Segment, hint: Hint) -> None:
         """Store it beside the slots; `tests.simulation.swarm` may end the daemon in the middle."""
         segment.hint = hint
-
-    def _is_sole(self, run: RunSide, rank: int) -> bool:
-        """Whether fewer than two targets are known to hold the suffix that ends at the floor."""
-        core, floor = run.senders[rank].core, run.promise.floor
-        if floor < 0 and run.epoch_start < 0:
-            elsewhere = core.num_counted
-        else:
-            elsewhere = core.num_holding(floor) if floor >= 0 else 0
-        return sum(map(len, run.members.values())) > 1 and elsewhere < (2 if self.config.hard else 1)

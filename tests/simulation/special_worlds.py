@@ -9,10 +9,10 @@ from tests.simulation.model import DEADLINE_S, Node, Trainer, WorldConfig
 from tests.simulation.replication_world import World, played
 
 __all__ = [
-    "ROWS",
+    "LOSSES",
     "FallsBack",
+    "Losses",
     "OwnCopies",
-    "SingleLosses",
     "Splits",
     "play_fall_back",
     "play_own_copies",
@@ -21,17 +21,18 @@ __all__ = [
 ]
 
 
-ROWS = ("slow", "away", "cut", "fast")
+LOSSES = (("slow", 1), ("away", 1), ("cut", 1), ("fast", 1), ("slow", 2), ("fast", 2))
+"""Rows and replicas. A machine that was away has no copy of what two others agreed on meanwhile."""
 _CHAOS_S = 55.0
 _FIRST_S = 6.0  # by then there is a floor
 
 
-class SingleLosses(World):
-    """Two machines, one replica of each rank on the other: the loss of either must always leave a plan.
+class Losses(World):
+    """Each rank has a copy on every machine: if any one of them is left, there is a plan.
 
-    The promise of DESIGN 5, invariant 2, asked in the strictest way: after every event of the world,
-    for each machine, were it lost now with everything in it, would all ranks find a common start at the
-    floor or later? Each row is one kind of trouble that lasts longer than rings have slots for:
+    Two machines with one replica of each rank, or three with two. The promise of DESIGN 5, invariant 2, asked
+    in the strictest way: after every event of the world, for each machine, were all others lost now with
+    everything in them, would all ranks find a common start at the floor or later? Each row is one kind of trouble that lasts longer than rings have slots for:
 
         slow   replication takes several iterations per snapshot
         away   one daemon is down for longer than its deadline, and comes back
@@ -41,17 +42,17 @@ class SingleLosses(World):
     Trainers go on all the while; chains break here and there, and memory for more slots may be refused.
     """
 
-    def __init__(self, seed: int, row: str, config: WorldConfig | None = None) -> None:
-        self.row = row
+    def __init__(self, seed: int, row: str, config: WorldConfig | None = None, *, replicas: int = 1) -> None:
+        self.row, self.num_replicas = row, replicas
         told = config or WorldConfig()
         super().__init__(seed, dataclasses.replace(told, chaos_s=_CHAOS_S))
         for node in self.nodes.values():
             node.capacity = None
 
     def _make_nodes(self) -> None:
-        self.alone, self.replicas = False, 1
-        for name in ("n0", "n1"):
-            self.nodes[name] = Node(name, {})
+        self.alone, self.replicas = False, self.num_replicas
+        for number in range(self.num_replicas + 1):
+            self.nodes[f"n{number}"] = Node(f"n{number}", {})
         if self.row == "fast":
             self.calm = True
 
@@ -98,19 +99,21 @@ class SingleLosses(World):
         super().watch()
         if changed and self.running and self.highest >= 0:
             for name in self.nodes:
-                self._lose(name)
+                self._leave(name)
 
-    def _lose(self, name: str) -> None:
-        held, begun, _ = self.told([name])
+    def _leave(self, name: str) -> None:
+        held, begun, _ = self.told(self.nodes.keys() - {name})
         plan = plan_recovery(held, len(self.homes), epochs=begun)
         self.seen["losses asked"] += 1
-        assert isinstance(plan, RecoveryPlan), f"without {name} everything is lost: {plan.reason}"
-        assert plan.end >= self.highest, f"without {name} floor {self.highest} is lost: {plan.reason}"
+        assert isinstance(plan, RecoveryPlan), f"with {name} alone everything is lost: {plan.reason}"
+        assert plan.end >= self.highest, f"with {name} alone floor {self.highest} is lost: {plan.reason}"
 
 
-def play_row(seed: int, row: str, config: WorldConfig | None = None) -> SingleLosses:
+def play_row(seed: int, row: str, config: WorldConfig | None = None, *, replicas: int = 1) -> Losses:
     """The world of this seed and row, played to its end."""
-    return played(SingleLosses(seed, row, config), f"row {row}, seed {seed}")
+    return played(
+        Losses(seed, row, config, replicas=replicas), f"row {row}, {replicas} replicas, seed {seed}"
+    )
 
 
 _OWN_CHAOS_S = 12.0
@@ -160,15 +163,15 @@ def play_own_copies(seed: int, config: WorldConfig | None = None) -> OwnCopies:
 
 _FALL_BACK_CHAOS_S = 45.0
 _FIRST_FAULT_S = 8.0  # by then there is a floor
-_SLOW_DELAYS_S = (1.0, 2.0, 3.0)
+_QUICK_DELAYS_S = (0.1, 0.3)  # so that a snapshot is suspected before the trainers die again
 
 
 class FallsBack(World):
     """A job that goes back, over and over, before its new history has a floor.
 
-    Three machines with two replicas of each rank, links that become slow when the trainers die, chains that
-    break, and memory for no more slots: what the job went back to is older than the newest complete suffix of
-    most rings, and newer than the floor.
+    Three machines with two replicas of each rank, transfers that are damaged once the trainers have died, chains
+    that break, and memory for no more slots: what the job went back to is older than the newest complete suffix
+    of most rings, newer than the floor, and no aim any more of a rank of which a target does not take it.
     """
 
     breaks = 0.15
@@ -192,14 +195,14 @@ class FallsBack(World):
         self.trainers = {rank: Trainer(window, 0) for rank, window in enumerate(windows)}
 
     def fault(self) -> None:
-        """The trainers die, and the network is slow for as long as the job goes on."""
+        """The trainers die, and the network damages what it carries for as long as the job goes on."""
         if self.now_s < _FIRST_FAULT_S:
             self.later(_FIRST_FAULT_S, self.fault)
             return
         for node in self.nodes.values():
-            node.delay_s = self.rng.choice(_SLOW_DELAYS_S)
+            node.corrupts, node.delay_s = True, self.rng.choice(_QUICK_DELAYS_S)
         self.stop_job("a trainer died")
-        self.later(self.rng.uniform(6.0, 14.0), self.fault)
+        self.later(self.rng.uniform(9.0, 16.0), self.fault)
 
 
 def play_fall_back(seed: int, config: WorldConfig | None = None) -> FallsBack:

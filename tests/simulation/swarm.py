@@ -178,12 +178,12 @@ class Swarm(World):
         """The header of a sealed slot does not match its checksum any more, so the slot counts as free."""
         if (hit := self.some_sealed(node, rng)) is not None:
             segment, slot = hit
-            segment.damaged.append(slot.record)
-            slot.record = SlotRecord(slot.record.generation, slot.record.index, SlotState.FREE)
             self._damage(node, segment, slot)
+            slot.record = SlotRecord(slot.record.generation, slot.record.index, SlotState.FREE)
 
     def _damage(self, node: Node, segment: Segment, slot: Slot) -> None:
         self.any_rot = self.changed = True
+        node.damaged.append((node.life, segment.rank, slot.record.iteration))
         self.tell(f"{node.name}: {segment.name} slot {slot.record.index} is damaged")
 
     # Links.

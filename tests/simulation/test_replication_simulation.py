@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
 from tests.simulation.replication_world import World, WorldConfig, play
-from tests.simulation.special_worlds import ROWS, play_fall_back, play_own_copies, play_row, play_split
+from tests.simulation.special_worlds import LOSSES, play_fall_back, play_own_copies, play_row, play_split
 
 SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "60"))
 SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "6"))
@@ -37,7 +37,6 @@ TROUBLE = (
     "growth refused",
     "hold failed",
     "missed",
-    "overrode",
     "promise checked",
     "quota",
     "recovered",
@@ -141,21 +140,24 @@ def _breaks(play_one: Play, seed: int, config: WorldConfig, *promises: str) -> b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS)
-def test_the_loss_of_either_of_two_nodes_leaves_a_plan(row: str) -> None:
+@pytest.mark.parametrize(("row", "replicas"), LOSSES)
+def test_one_node_that_is_left_of_those_with_a_copy_is_enough(row: str, replicas: int) -> None:
     """Replication slower than training, a daemon that is down for longer than its deadline, or
     daemons that do not hear one another: the floor was announced and the state behind it given
     away, so that the loss of one node was the loss of everything, in 22, 22 and 25 of the first 25
     seeds.
 
-    Asked after every event, for each of the two. What it costs is a few snapshots that are left
+    With two replicas a ring gave away what two targets held, so the loss of both was the loss of everything
+    though the rank's own node was left, in 18 (slow) and 4 (fast) of 25.
+
+    Asked after every event, for each of them. What it costs is a few snapshots that are left
     out; while replication keeps up, none.
     """
     seen: Counter[str] = Counter()
     for seed in range(SINGLE_LOSSES):
-        seen.update(play_row(seed, row).seen)
+        seen.update(play_row(seed, row, replicas=replicas).seen)
     assert seen["losses asked"] > 100 * SINGLE_LOSSES
-    assert seen["floor moved"] > 5 * SINGLE_LOSSES
+    assert seen["floor moved"] > 2 * SINGLE_LOSSES
     if row == "fast":
         assert seen["skipped"] == 0
     else:
@@ -178,21 +180,12 @@ def test_old_generations_go_also_while_no_snapshot_can_be_taken() -> None:
     play_row(80, "away")
 
 
-@pytest.mark.parametrize(
-    ("config", "row"),
-    [(WorldConfig(hard=False), "slow"), (WorldConfig(withholds=False), "cut")],
-    ids=["hard", "withholds"],
-)
-def test_a_rule_without_which_one_node_is_everything_is_missed(config: WorldConfig, row: str) -> None:
-    """A ring that gives away what one other node holds, and a rank that vouches alone for what its
-    target may lack.
-    """
-
+def test_a_rank_that_vouches_alone_for_what_its_target_may_lack_is_caught() -> None:
     def play_rows() -> None:
         for seed in range(25):
-            play_row(seed, row, config)
+            play_row(seed, "cut", WorldConfig(withholds=False))
 
-    with pytest.raises(AssertionError, match=r"\(c\)|without n"):
+    with pytest.raises(AssertionError, match=r"\(c\)|alone"):
         play_rows()
 
 
@@ -200,7 +193,7 @@ def test_what_a_job_went_back_to_stays_until_the_new_history_has_a_floor() -> No
     """A job of three nodes died, went back to iteration 7, and died again before its new history
     had a floor: with all nodes alive, nothing was left.
 
-    Rings are soft where two targets hold the floor, or count before there is one; so each rank gave
+    Rings were soft where two targets held the floor, or counted before there was one; so each rank gave
     the suffix up to 7 away when its own chain was complete, and the chains of the ranks, broken
     here and there, had no iteration in common. In 5 of 40 seeds.
     """

@@ -4,15 +4,14 @@ The simulator plays trainer, daemon, readers and fate over one slot table: fills
 in any order and late, trainers that die anywhere and come back, a daemon that is away, readers that pin
 slots, reorders at window boundaries, bits that flip, generations that are reserved and dropped, restores
 that begin another history while a reader keeps them from freeing the old one, a floor that lags behind
-and that the ring must keep (a replica's) or should (a trainer's). Every decision is the real one
+and that the ring must keep. Every decision is the real one
 (`ckptd.core.slots.ring`, `ckptd.core.schedule`); only memory and time are played.
 
 What must hold after each event:
 
 * once a complete suffix was sealed there is one, and it never gets older (but for a flipped bit in it);
 * its slots are not touched while it is the newest;
-* the suffix that ends at the floor is touched only if two others hold it (not ``hard``), and if
-  there is nothing else;
+* the suffix that ends at the floor is not touched;
 * nothing of an abandoned history is seen;
 * what it restores is, operator by operator, the history of this very training.
 
@@ -35,7 +34,6 @@ from ckptd.core.schedule import plan_aligned, plan_schedule, reorder
 from ckptd.core.slots.ring import (
     NoSuffix,
     Remedy,
-    SlotChoice,
     Suffix,
     choose_slot,
     droppable_generations,
@@ -81,7 +79,6 @@ class Simulation:
         self.promised: Suffix | None = None
         self.iteration, self.restored_until, self.last_snapshot = 0, -1, -9
         self.epoch, self.epoch_start = 0, -1
-        self.hard = self.rng.random() < 0.3
         self.floor: Suffix | None = None
         self.reserve()
 
@@ -135,17 +132,15 @@ class Simulation:
                 busy=self.pinned,
                 generation=self.generation,
                 protected=self._protected(),
-                hard=self.hard,
                 epochs=self.epochs,
             )
             if choice.index is not None:
                 key = self.generation, choice.index
-                self._check_the_floor(key, choice)
+                self._check_the_floor(key)
                 return key
             self.seen[choice.remedy] += 1
             if "the floor has not moved" in choice.reason:
                 self.seen["waited for the floor"] += 1
-                assert self.hard
                 if not self.calm and self.rng.random() < 0.4:
                     return None
                 self.move_floor(self.promised)
@@ -162,13 +157,9 @@ class Simulation:
                 self.seal_all()
         raise AssertionError("neither waiting nor growing ever gave a slot")
 
-    def _check_the_floor(self, key: Key, choice: SlotChoice) -> None:
-        if self.floor is None or key not in {record.key for record in self.floor.records}:
-            return
-        self.seen["overrode the floor"] += 1
-        assert choice.overrides_floor, "the suffix at the floor is given away in silence"
-        assert not self.hard, "a ring gives away the suffix at the floor, which fewer than two others hold"
-        self.floor = None
+    def _check_the_floor(self, key: Key) -> None:
+        floor = () if self.floor is None else self.floor.records
+        assert key not in {record.key for record in floor}, "a ring gives away the suffix at the floor"
 
     def die(self) -> None:
         """SIGKILL; the daemon frees what was being filled, and a new trainer restores."""
@@ -454,7 +445,6 @@ def test_the_promise_holds_through_seeded_chaos() -> None:
         "failed verification",
         "left stale",
         "floor moved",
-        "overrode the floor",
         "waited for the floor",
         Remedy.WAIT,
         Remedy.GROW,

@@ -83,7 +83,7 @@ def test_what_breaks_nothing_is_not_caught() -> None:
 
 def test_a_torn_hint_is_a_mixture_of_the_old_and_the_new_one() -> None:
     """No field has another value than that of one of them, but for what must not be mixed."""
-    before, after = Hint(7, 9, 3, False, 1, 11), Hint(12, 13, 4, True, 2, 15)
+    before, after = Hint(7, 9, 3, 1, 11), Hint(12, 13, 4, 2, 15)
     found = {torn(before, after, random.Random(seed)) for seed in range(100)}
     assert before in found
     assert len(found) > 3

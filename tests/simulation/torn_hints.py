@@ -55,7 +55,7 @@ class _Noted:
 
 
 def _in_full(hint: Hint) -> RingHint:
-    return RingHint(hint.floor, hint.horizon, hint.span, hint.sole, 0, hint.epoch, hint.aim)
+    return RingHint(hint.floor, hint.horizon, hint.span, 0, hint.epoch, hint.aim)
 
 
 def mixtures(before: Hint, after: Hint) -> list[Hint]:
@@ -78,4 +78,4 @@ def torn(before: Hint, after: Hint, rng: random.Random) -> Hint:
 
 def _read(buffer: memoryview) -> Hint:
     read = read_ring_hint(buffer)
-    return Hint(read.floor, read.horizon, read.span, read.sole, read.epoch, read.aim)
+    return Hint(read.floor, read.horizon, read.span, read.epoch, read.aim)

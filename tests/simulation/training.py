@@ -80,8 +80,8 @@ class Training(Runs):
             trainer.previous = -1
             return
         segment = self.own_segments(rank)[-1]
-        hint, hard = self._hint(rank), self._is_hard(rank)
-        choice = self._claim(rank, segment, hint, hard)
+        hint = self._hint(rank)
+        choice = self._claim(rank, segment, hint)
         if choice.index is None:
             self.seen["skipped"] += 1
             trainer.previous = -1
@@ -90,19 +90,17 @@ class Training(Runs):
                 trainer.coming = trainer.num_slots
             return
         self.seen["snapshots"] += 1
-        self.seen["overrode"] += choice.overrides_floor
         self._fill(rank, segment, choice.index, state)
         self._drop_unneeded(rank)
-        self._maybe_grow(rank, trainer, crowded=hard and not choice.left)
+        self._maybe_grow(rank, trainer, crowded=self._keeps(hint) and not choice.left)
 
     def _hint(self, rank: int) -> Hint:
         told = [segment.hint for segment in self.own_segments(rank) if segment.hint.span]
         return max(told, key=lambda hint: (hint.floor, hint.horizon, hint.aim), default=Hint())
 
-    def _is_hard(self, rank: int) -> bool:
-        """While its daemon is away a trainer cannot know what others hold."""
-        away = self.nodes[self.homes[rank]].daemon is None
-        return len(self.homes) > 1 and (self._hint(rank).sole or away or self._returned(rank))
+    def _keeps(self, hint: Hint) -> bool:
+        """Whether there is something that must stay."""
+        return len(self.homes) > 1 and bool(hint.span)
 
     def _returned(self, rank: int) -> bool:
         """Whether the run went back to an iteration, and has no floor there or later since."""
@@ -110,9 +108,9 @@ class Training(Runs):
         agreed = hint.epoch == self.epoch and hint.floor >= self.epoch_start
         return self.config.keeps_tip and self.epoch_start >= 0 and not agreed
 
-    def _promised(self, rank: int, hint: Hint, hard: bool) -> set[tuple[int, int]]:
+    def _promised(self, rank: int, hint: Hint) -> set[tuple[int, int]]:
         records = [record for s in self.own_segments(rank) for record in s.records]
-        if not hint.span:
+        if not self._keeps(hint):
             return set()
         return promised(
             records,
@@ -120,11 +118,11 @@ class Training(Runs):
             promise=Promise(hint.floor, hint.horizon),
             epochs={self.epoch: self.epoch_start},
             span=hint.span,
-            up_to=hint.aim if hard else None,
+            up_to=hint.aim,
             tip=self.epoch_start if self._returned(rank) else -1,
         )
 
-    def _claim(self, rank: int, segment: Segment, hint: Hint, hard: bool) -> SlotChoice:
+    def _claim(self, rank: int, segment: Segment, hint: Hint) -> SlotChoice:
         window = self.trainers[rank].window
         while True:
             segments = self.own_segments(rank)
@@ -133,8 +131,7 @@ class Training(Runs):
                 window,
                 busy={slot.record.key for s in segments for slot in s.slots if slot.readers},
                 generation=segment.generation,
-                protected=self._promised(rank, hint, hard),
-                hard=hard,
+                protected=self._promised(rank, hint),
                 epochs={self.epoch: self.epoch_start},
             )
             if choice.index is not None or not self._seal_filled(rank):
@@ -254,12 +251,11 @@ class Training(Runs):
         hint, home = self._hint(rank), self.nodes[self.homes[rank]]
         records = [record for s in segments for record in s.records]
         window, epochs = self.trainers[rank].window, {self.epoch: self.epoch_start}
-        keeps = self._is_hard(rank)
         unneeded = droppable_generations(
             records,
             window,
             segments[-1].generation,
-            protected=self._promised(rank, hint, True) if keeps else (),
+            protected=self._promised(rank, hint),
             epochs=epochs,
         )
         for segment in segments:

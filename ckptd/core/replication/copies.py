@@ -4,14 +4,14 @@ A target holds what it reported at its last opening, and what it sealed since. T
 holds end at every snapshot of ``TargetCopies.run``. A target that was begun anew (a substitute, or one that
 fell behind the local ring) holds none that ends earlier.
 
-Where fewer than two targets count, the primary is one of the promised copies: the ring *and* a target must
-hold what the rank promises. The *aim* is the next such promise: a few suffixes of the ring that are sent to
-the target and that the ring keeps meanwhile, while its other slots roll on.
+The ring *and* all targets that count must hold what the rank promises. The *aim* is the next such promise: a
+few suffixes of the ring that are sent to the targets and that the ring keeps meanwhile, while its other slots
+roll on. (A run of one rank needs no common start, so its ring has no aim.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptd.core.replication.replicas import spanning_suffix
@@ -52,7 +52,7 @@ class Copies:
         keeps_aim: the ring keeps the aim, so targets can be served by it.
         vouched: the newest end that this rank has promised in this epoch. Other nodes may know a floor
             there before this one does.
-        blocked: the target does not take what the aim needs, and that promise forbids a shorter aim.
+        blocked: a target does not take what the aim needs, and that promise forbids a shorter aim.
 
     Args:
         aim: that of the daemon before this one, in this epoch; other ranks may count on it.
@@ -163,7 +163,7 @@ class Copies:
 
     # -- the aim -------------------------------------------------------------------------------------
 
-    def take_aim(self, floor: int, horizon: int, target: TargetCopies | None) -> None:
+    def take_aim(self, floor: int, horizon: int, counted: Sequence[TargetCopies]) -> None:
         """Choose what is to become the next floor, unless the present aim still stands.
 
         Other ranks may count on an aim, so it stands until the floor has reached it or the horizon has
@@ -176,21 +176,21 @@ class Copies:
         about the same time have an iteration in common.
 
         Args:
-            target: the one that counts, if any. The aim leaves out what the target does not take, except
-                what was promised already.
+            counted: the targets that count. The aim leaves out what one of them does not take, except what
+                was promised already.
         """
         self._least_end = max(floor, horizon)
-        usable = self.local if target is None else target.usable()
+        usable = self.usable(counted)
         whole = self.aim.last >= 0 and self.holds(self.aim.last)
-        if whole and target is not None and self.suffix(usable, self.aim.last) is None:
-            promised = max(floor, self.in_aim(target).last, min(self.vouched, self.aim.last))
+        if whole and counted and self.suffix(usable, self.aim.last) is None:
+            promised = max(floor, self.in_aim(counted).last, min(self.vouched, self.aim.last))
             self.aim = Interval(self.aim.first, promised)
             whole = self.aim.last >= 0
         ends = self._ends() if len(usable) == len(self.local) else self._count_ends(usable)
         to_arrive = self.aim.first < 0 and (not ends or ends[-1] < self.aim.last)
         stands = (whole or to_arrive) and self.aim.last > floor and self.aim.last >= horizon
         untaken = stands and whole and self.suffix(usable, self.aim.last) is None
-        self.blocked = untaken and self.in_aim(target).last < self.aim.last
+        self.blocked = untaken and self.in_aim(counted).last < self.aim.last
         if stands:
             return
         later = [end for end in ends if end > floor and end >= horizon]
@@ -202,17 +202,15 @@ class Copies:
         else:
             self.aim = Interval(later[-self.reach :][0], later[-1])
 
-    def in_aim(self, target: TargetCopies | None) -> Interval:
-        """Where suffixes end, within the aim and without a gap, that both the ring and the target hold.
+    def in_aim(self, targets: Sequence[TargetCopies]) -> Interval:
+        """Where suffixes end, within the aim and without a gap, that the ring and all these targets hold.
 
         The last is -1 if there is none yet; no suffix that ends before the first will be promised.
         """
         ours = self._own_ends_in_aim()
         if not ours:
             return Interval(self.aim.first, -1)
-        if target is None:
-            return Interval(ours[-1], ours[0])
-        theirs = [target.holds(end) for end in ours]
+        theirs = [all(target.holds(end) for target in targets) for end in ours]
         if not any(theirs):
             return Interval(ours[-1], -1)
         newest = theirs.index(True)
@@ -234,6 +232,11 @@ class Copies:
     def aim_ends(self) -> tuple[int, int]:
         """The first end of the aim that can still become the floor, and the last."""
         return max(self.aim.first, self._least_end), self.aim.last
+
+    def usable(self, targets: Sequence[TargetCopies]) -> Table:
+        """The snapshots that all these targets take."""
+        passed = set[SnapshotKey]().union(*(target.skipped for target in targets))
+        return {i: r for i, r in self.local.items() if key_of(r) not in passed} if passed else self.local
 
     def _own_ends_in_aim(self) -> list[int]:
         """The newest unbroken run of ends within the aim that the ring holds, newest first."""
@@ -361,11 +364,6 @@ class TargetCopies:
             self._table, self._whole = self._copies.table_of(self.held), {}
         return self._table
 
-    def usable(self) -> Table:
-        """The local snapshots without those that it does not take."""
-        local = self._copies.local
-        return {i: r for i, r in local.items() if key_of(r) not in self.skipped} if self.skipped else local
-
     def holds(self, end: int) -> bool:
         """Whether it holds the suffix that ends there."""
         table = self.table()
@@ -413,7 +411,7 @@ class TargetCopies:
             return local
         if copies.keeps_aim and copies.aim.last >= 0:
             aimed = [record for record in local if record.iteration <= copies.aim.last]
-            if (done := copies.in_aim(self).last) >= 0:
+            if (done := copies.in_aim([self]).last) >= 0:
                 # Beyond the aim no more than the ring usually still has when the floor gets there.
                 beyond = local[len(aimed) :][: copies.reach]
                 return [record for record in aimed + beyond if record.iteration > done]
@@ -430,7 +428,7 @@ class TargetCopies:
 
     def _first_suffix(self) -> Suffix | None:
         """What a target without anything gets first."""
-        copies, usable = self._copies, self.usable()
+        copies, usable = self._copies, self._copies.usable([self])
         if copies.keeps_aim and copies.aim.last >= 0:
             for end in copies.aim_ends:
                 if (found := copies.suffix(usable, end)) is not None:

@@ -110,22 +110,13 @@ class Replicator:
         return not self._counted()
 
     @property
-    def num_counted(self) -> int:
-        """The number of targets for which the floor waits."""
-        return len(self._counted())
-
-    def num_holding(self, end: int) -> int:
-        """How many of them hold the suffix that ends at ``end``."""
-        return sum(target.copies.holds(end) for target in self._counted())
-
-    @property
     def own(self) -> Interval:
         """Where suffixes end that the primary holds."""
         return self._copies.own_interval()
 
     @property
     def replicated(self) -> Interval:
-        """Where suffixes end that every promised copy holds: all targets that count, else the primary.
+        """Where suffixes end that all targets hold that count, else the primary.
 
         ``first`` may exceed ``last``: the targets have no end in common yet.
         """
@@ -136,7 +127,7 @@ class Replicator:
 
     @property
     def replicated_up_to(self) -> int:
-        """The newest iteration up to which every promised copy is current; -1: none yet."""
+        """The newest iteration up to which all of them are current; -1: none yet."""
         return self.replicated.last
 
     @property
@@ -149,10 +140,10 @@ class Replicator:
         """Where suffixes end that this rank promises to the others; ``last`` is -1 if there are none yet,
         and none that ends before ``first`` will be promised.
 
-        With two targets or more that count: what all of them hold. With one: what it and the local ring
-        hold, within the aim. With none: the aim itself, if nothing can be elsewhere (no placement, no
-        memory). But nothing while a target is away or stalled, because the floor would move from what that
-        target may hold to what is nowhere else.
+        It is what the local ring and all targets that count hold, within the aim. With no target: the aim
+        itself, if nothing can be elsewhere (no placement, no memory). But nothing while a target is away or
+        stalled, because the floor would move from what that target may hold to what is nowhere else. A run of
+        one rank has no aim, because it needs no common start: all that its targets hold.
         """
         if self._word is None:
             self._word = self._promisable()
@@ -160,7 +151,7 @@ class Replicator:
 
     def _promisable(self) -> Interval:
         counted = self._counted()
-        if self._agreed is None or len(counted) > 1:
+        if self._agreed is None:
             return self.replicated
         stuck = any(t.wanted and not t.no_memory for t in self._targets.values())
         if not counted and (self._missing or stuck):
@@ -168,7 +159,7 @@ class Replicator:
         if self._copies.blocked:
             # The horizon passes this aim, and comes back with the newest floor that the others know.
             return Interval(self._copies.aim.last + 1, -1)
-        return self._copies.in_aim(counted[0].copies if counted else None)
+        return self._copies.in_aim([target.copies for target in counted])
 
     # -- for display ---------------------------------------------------------------------------------
 
@@ -231,18 +222,13 @@ class Replicator:
             self._copies.targets.remove(target.copies)
 
     def _take_aim(self) -> None:
-        """With two targets that count, the ring need not wait for either: the aim is what was promised."""
         if self._agreed is None:
             return
         copies, kept, before = self._copies, self._copies.keeps_aim, self._copies.aim
-        counted = self._counted()
-        copies.keeps_aim = len(counted) < 2
-        if copies.keeps_aim:
-            target = counted[0].copies if counted else None
-            copies.take_aim(self._agreed.floor, self._agreed.horizon, target)
-        else:
-            copies.aim = Interval(-1, max(copies.aim.last, self.replicated.last))
-        if copies.keeps_aim != kept or (kept and copies.aim != before):
+        copies.keeps_aim = True
+        counted = [target.copies for target in self._counted()]
+        copies.take_aim(self._agreed.floor, self._agreed.horizon, counted)
+        if not kept or copies.aim != before:
             for target in copies.targets:
                 target.replan()
         copies.vouched = max(copies.vouched, self._promisable().last)

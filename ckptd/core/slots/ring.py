@@ -19,9 +19,8 @@ Everything else that is sealed is given away oldest first. The newest suffix of 
 begins earlier than its predecessor did, so nothing that was given away is needed later.
 
 ``protected`` are the slots that a recovery together with the other ranks would need
-(`ckptd.core.replication.replicas.promised`). If two other nodes keep them, they are given away when there is
-nothing else (``SlotChoice.overrides_floor``). If fewer do (``hard``), they never are: then there is no slot,
-and the snapshot is left out.
+(`ckptd.core.replication.replicas.promised`). They are never given away either: if there is nothing else,
+there is no slot, and the snapshot is left out.
 
 How many slots: with a window of W, one chain, and each operator anchored every W snapshots, the suffix takes
 W slots, one snapshot is being filled and one digested, so W + 2 slots never run out (`slots_for_window`).
@@ -100,15 +99,13 @@ class NoSuffix:
 class SlotChoice:
     """The slot to fill next, or None; ``releases`` is the iteration that is overwritten.
 
-    ``overrides_floor``: the other ranks may need that iteration. ``left``: how many more slots could be given
-    that no other rank needs.
+    ``left``: how many more slots could be given.
     """
 
     index: int | None
     reason: str
     releases: int | None = None
     remedy: Remedy = Remedy.NONE
-    overrides_floor: bool = False
     left: int = 0
 
 
@@ -202,7 +199,6 @@ def choose_slot(
     busy: Container[tuple[int, int]] = (),
     generation: int,
     protected: Container[tuple[int, int]] = (),
-    hard: bool = False,
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> SlotChoice:
     """The slot of ``generation`` to overwrite next; see the module for those that are never given away.
@@ -210,8 +206,7 @@ def choose_slot(
     Args:
         records: every slot of every generation that shares the operator table.
         busy: slots (generation, index) that a reader holds.
-        protected: slots (generation, index) that the other ranks may need.
-        hard: they must be kept.
+        protected: slots (generation, index) that the other ranks may need; they must be kept.
         epochs: starts of epochs known from elsewhere.
     """
     every = list(records)
@@ -220,19 +215,19 @@ def choose_slot(
     ready = [record for record in own if record.key not in busy]
     kept = _kept(table, num_operators)
     alive = {record.key for record in table}
-    spare = [r for r in ready if r.sealed and r.key in alive and r.key not in kept]
-    lower = [record for record in spare if record.key not in protected]
+    unkept = [r for r in ready if r.sealed and r.key in alive and r.key not in kept]
+    spare = [record for record in unkept if record.key not in protected]
     unpromised = [r for r in ready if r.state in _EMPTY or (r.sealed and r.key not in alive)]
-    left = len(unpromised) + len(lower) - 1
+    left = len(unpromised) + len(spare) - 1
     choice = _stale(ready, table) or _empty(ready)
-    if choice is None and (lower or (spare and not hard)):
-        choice = _give_away(lower or spare, protected)
+    if choice is None and spare:
+        choice = _give_away(spare)
     if choice is None:
-        choice = _no_slot(table, num_operators, own, generation, protected if hard else ())
+        choice = _no_slot(table, num_operators, own, generation, protected)
     else:
         choice = replace(choice, left=max(0, left))
     if validating():
-        _validate(choice, own, _newest(table), num_operators, busy, protected if hard else ())
+        _validate(choice, own, _newest(table), num_operators, busy, protected)
     return choice
 
 
@@ -348,14 +343,11 @@ def _empty(ready: Sequence[SlotRecord]) -> SlotChoice | None:
     return None
 
 
-def _give_away(spare: Sequence[SlotRecord], protected: Container[tuple[int, int]]) -> SlotChoice:
-    """The oldest of these sealed slots, and whether the floor would rather have kept it."""
+def _give_away(spare: Sequence[SlotRecord]) -> SlotChoice:
+    """The oldest of these sealed slots."""
     oldest = min(spare, key=lambda record: (record.iteration, *_order(record)))
-    overrides = oldest.key in protected
     why = f"iteration {oldest.iteration} is not part of what is promised"
-    if overrides:
-        why += " here, but the other ranks may need it"
-    return SlotChoice(oldest.index, why, releases=oldest.iteration, overrides_floor=overrides)
+    return SlotChoice(oldest.index, why, releases=oldest.iteration)
 
 
 def _all_operators(num_operators: int) -> int:

@@ -208,13 +208,13 @@ HINT_APART = 2
 HINT_APART_AGAIN = 4
 # How copies of host tensors run: what a trainer has measured to be faster.
 HINT_COPIES_BESIDE, HINT_COPIES_INLINE = 8, 16
-# Before it the daemon's `RingHint`: i64, u32, i64, i64, u16, u8, and u16 after the trainer's wish for quiet.
+# Before it the daemon's `RingHint`: i64, u32, i64, i64, u16, and u16 after the trainer's wish for quiet.
 _AIM_AT = slice(PROLOGUE_BYTES - 40, PROLOGUE_BYTES - 32)
 _EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
 _FLOOR_AT = slice(PROLOGUE_BYTES - 24, PROLOGUE_BYTES - 16)
 _HORIZON_AT = slice(PROLOGUE_BYTES - 16, PROLOGUE_BYTES - 8)
 _SPAN_AT = slice(PROLOGUE_BYTES - 8, PROLOGUE_BYTES - 6)
-_SOLE_AT = PROLOGUE_BYTES - 6
+_SOLE_AT = PROLOGUE_BYTES - 6  # trainers of ckptd 0.4 keep what was agreed on only if this byte is not 0
 QUIET_OFFSET = PROLOGUE_BYTES - 5
 _BEHIND_AT = slice(PROLOGUE_BYTES - 4, PROLOGUE_BYTES - 2)
 
@@ -227,7 +227,6 @@ class RingHint(NamedTuple):
         floor: of the run, -1: none yet; see `ckptd.core.replication.replicas`.
         horizon: suffixes that end from here to ``aim`` may become the floor before this ring learns of it.
         span: how many snapshots the longest suffix of all ranks has; 0: not known.
-        sole: fewer than two other nodes are known to keep the floor's suffix, so this ring must.
         behind: how many iterations the slowest of the nodes that keep it is behind.
         epoch: the history in which all this was agreed on.
         aim: see ``horizon``.
@@ -236,7 +235,6 @@ class RingHint(NamedTuple):
     floor: int = -1
     horizon: int = -1
     span: int = 0
-    sole: bool = False
     behind: int = 0
     epoch: int = 0
     aim: int = -1
@@ -249,8 +247,8 @@ def read_ring_hint(buf: memoryview) -> RingHint:
     horizon, floor = (max(-1, int(buf[at].cast("q")[0])) for at in (_HORIZON_AT, _FLOOR_AT))
     span, behind = (int(buf[at].cast("H")[0]) for at in (_SPAN_AT, _BEHIND_AT))
     epoch: int = buf[_EPOCH_AT].cast("I")[0]
-    sole, aim = bool(buf[_SOLE_AT]), max(-1, int(buf[_AIM_AT].cast("q")[0]))
-    return RingHint(floor, horizon, span, sole, behind, epoch, aim)
+    aim = max(-1, int(buf[_AIM_AT].cast("q")[0]))
+    return RingHint(floor, horizon, span, behind, epoch, aim)
 
 
 def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
@@ -272,7 +270,7 @@ def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
             buf[_FLOOR_AT].cast("q")[0] = -1
     buf[_AIM_AT].cast("q")[0] = hint.aim
     buf[_SPAN_AT].cast("H")[0] = hint.span
-    buf[_SOLE_AT] = hint.sole
+    buf[_SOLE_AT] = 1
     buf[_EPOCH_AT].cast("I")[0] = hint.epoch
     buf[_FLOOR_AT].cast("q")[0] = hint.floor
     buf[_HORIZON_AT].cast("q")[0] = hint.horizon

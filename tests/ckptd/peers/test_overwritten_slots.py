@@ -7,28 +7,22 @@ played, on a real segment, with the trainer's code and the daemon's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 
 from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
-from ckptd.core.replication.copies import Interval
-from ckptd.core.replication.replicas import Promise, spanning_suffix
-from ckptd.core.replication.target import TargetOpened
-from ckptd.core.sessions import RankKey
+from ckptd.core.replication.replicas import spanning_suffix
 from ckptd.core.slots.ring import newest_by_iteration
-from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.core.slots.slots import SlotState
-from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
-from ckptd.peers.runs import Run
-from ckptd.transport.messages import Join, Member, NodeCard
 from tests.ckptd.peers.test_runs import Node, folder, hint
 
 __all__ = ["folder"]
@@ -90,16 +84,6 @@ def trainer(segment: Segment) -> Iterator[Trainer]:
         mapped.close()
 
 
-@contextmanager
-def being_read(slots: Sequence[tuple[Path, int]]) -> Iterator[None]:
-    """Somebody reads these, so that the trainer passes over them."""
-    with ExitStack() as stack:
-        for path, index in slots:
-            lock = locks.lock_file(path, slot_lock_byte(index), exclusive=False)
-            assert stack.enter_context(lock)
-        yield
-
-
 def holds(segment: Segment, end: int) -> bool:
     newest = newest_by_iteration(records_of([segment]))
     return spanning_suffix(newest, 2, 2, end=end) is not None
@@ -120,7 +104,7 @@ def test_a_floor_is_announced_of_no_suffix_that_was_just_given_away(folder: Path
     node.seal(slow, 3, 4)
     node.seal(segment, 6, 7, 8)
     assert node.run.promise.floor == 4
-    assert (hint(segment).sole, hint(segment).aim) == (True, 5)
+    assert hint(segment).aim == 5
 
     def comes_up() -> None:
         node.seal(slow, 5, 6)
@@ -133,53 +117,3 @@ def test_a_floor_is_announced_of_no_suffix_that_was_just_given_away(folder: Path
         assert node.run.promise.floor >= 5, "the run goes on"
         if moment == "before the lock":
             assert (lost, node.run.promise.floor) == (3, 6), "another one was chosen"
-
-
-def both_know(run: Run, segment: Segment, **held: tuple[int, ...]) -> None:
-    """Each of these nodes answers, and says which of the ring's snapshots it holds."""
-    records = {record.iteration: record for record in records_of([segment])}
-    for name, iterations in held.items():
-        told = tuple(records[iteration] for iteration in iterations)
-        run.ranks[0].feed(TargetOpened(name, segment.generation, 1, told, "boot"))
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_ring_that_becomes_one_of_two_copies_while_it_gives_a_slot_away(folder: Path, moment: str) -> None:
-    """Two nodes hold the floor, 4, so the ring may give away what it likes; one of them holds 5 and
-    6, too. While that trainer was about to overwrite 5 (3 and 4 were being uploaded), the other
-    node was lost: the hint `sole` came up, and the rank gave its word for 6, on the strength of a
-    node and of its own ring, which had no 5 any more: the loss of that node would have been the
-    loss of the floor.
-    """
-    node = Node(folder, "one", "other")
-    segment = node.rank(0)
-    here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
-    members = (
-        here,
-        Member(NodeCard("one", "tcp://127.0.0.1:1"), (1,)),
-        Member(NodeCard("other", "tcp://127.0.0.1:3"), (2,)),
-    )
-    node.seal(segment, 3, 4, 5, 6, 7, 8)
-    assert node.run.join(RankKey("job", "run", 0), Join(0, -1, members, 2)) == ""
-    both_know(node.run, segment, one=(3, 4, 5, 6), other=(3, 4))
-    node.run.promise = Promise(4, 4)
-    node.run.ranks[0].agreed(node.run.promise)
-    node.run.tick()
-    core = node.run.ranks[0].core
-    assert core.word == Interval(4, 4)
-    assert not hint(segment).sole
-    tree = node.run._tree
-    assert tree is not None
-    uploads = [(segment.path, index) for index in (3, 4)]
-    with (
-        trainer(segment) as training,
-        being_read(uploads),
-        patch.object(tree, "set_rank", wraps=tree.set_rank) as tell,
-    ):
-        lost = training.snapshot(9, moment, lambda: node.run.peer_lost("other", "no answer"))
-        node.run.tick()
-        assert hint(segment).sole
-        promised = max((call.args[1] for call in tell.call_args_list), default=-1)
-        assert promised <= 4 or holds(segment, promised), (lost, tell.call_args_list)
-        if moment == "before the lock":
-            assert (lost, promised) == (None, 6), "what is promised stays"

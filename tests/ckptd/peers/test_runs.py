@@ -81,13 +81,13 @@ def test_ranks_of_one_node_keep_what_the_slowest_can_go_back_to(folder: Path) ->
     node.join((0, 1))
     assert (hint(quick).floor, hint(quick).horizon) == (-1, -1)
     node.seal(quick, 3, 4, 5)
-    assert hint(quick) == RingHint(-1, 4, 2, sole=True, aim=5)  # 4 may become the first floor
+    assert hint(quick) == RingHint(-1, 4, 2, aim=5)  # 4 may become the first floor
     node.seal(slow, 3, 4)
     assert node.run.promise.floor == 4
     node.seal(quick, 6, 7)
     node.run.tick()
-    assert hint(quick) == RingHint(4, 4, 2, sole=True, aim=5)
-    assert hint(slow) == RingHint(4, 4, 2, sole=True, aim=4)
+    assert hint(quick) == RingHint(4, 4, 2, aim=5)
+    assert hint(slow) == RingHint(4, 4, 2, aim=4)
     node.seal(slow, 5, 6)
     assert node.run.promise.floor == 6
     assert (hint(quick).floor, hint(slow).floor) == (6, 6)
@@ -104,31 +104,30 @@ def test_a_ring_learns_the_longest_window_of_all_ranks(folder: Path) -> None:
     assert node.run.promise.floor == -1  # the short one does not reach back to 1
     node.seal(short, 1, 2)
     assert node.run.promise.floor == 4
-    assert hint(short) == RingHint(4, 4, 4, sole=True, aim=4)
+    assert hint(short) == RingHint(4, 4, 4, aim=4)
 
 
-def test_a_run_of_one_rank_promises_by_its_ring_alone(folder: Path) -> None:
+def test_the_ring_of_a_run_of_one_rank_has_no_aim(folder: Path) -> None:
     node = Node(folder)
     segment = node.rank(0)
     node.join((0,))
     node.seal(segment, 3, 4)
     node.run.tick()
-    assert not hint(segment).sole
+    assert hint(segment).aim == -1
 
 
 def test_a_ring_keeps_the_floor_also_while_another_node_cannot_tell(folder: Path) -> None:
-    """It was soft then, since no floor could move: whatever it gave away was what the other node
-    was left with.
-    """
+    """It did not, since no floor could move: whatever it gave away was what the other node was left with."""
     node = Node(folder)
     segment = node.rank(0)
     node.join((0,), Member(AWAY, (1,)))
     node.seal(segment, 3, 4)
     node.run.tick()
-    assert hint(segment).sole
+    before = hint(segment)
+    assert before.aim == 4
     node.run.peer_lost("away", "no answer")
     node.run.tick()
-    assert hint(segment).sole
+    assert hint(segment) == before
 
 
 def test_a_trainer_of_an_abandoned_history_is_refused(folder: Path) -> None:
@@ -191,37 +190,7 @@ def test_a_floor_counts_only_if_this_node_took_part_in_the_epoch_before(
     assert later.run.promise.floor == floor
 
 
-def test_a_ring_is_hard_until_its_target_holds_what_the_floor_needs(folder: Path) -> None:
-    """A target that counts again after a loss may hold nothing yet."""
-    node = Node(folder, "away")
-    segment = node.rank(0)
-    other = NodeCard("away", "tcp://127.0.0.1:1")
-    here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
-    node.seal(segment, 3, 4)
-    node.run.promise = Promise(4, 4)
-    node.run.epoch = 0
-    assert node.run.join(RankKey("job", "run", 0), Join(0, -1, (here, Member(other, (1,))), 1)) == ""
-    assert not node.run.ranks[0].core.sole
-    assert hint(segment).sole
-
-
-@pytest.mark.parametrize("start", [-1, 4])
-def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(folder: Path, start: int) -> None:
-    """Others may know one that was announced right before: a node that had not heard of it gave its
-    suffix away (seed 13400).
-    """
-    node = Node(folder, "away")
-    segment = node.rank(0)
-    other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (1,))
-    here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
-    node.seal(segment, 3, 4)
-    assert node.run.join(RankKey("job", "run", 0), Join(5, start, (here, other), 1, follows=0)) == ""
-    assert not node.run.ranks[0].core.sole
-    assert node.run.promise.floor == -1
-    assert hint(segment).sole
-
-
-def test_a_ring_is_hard_while_fewer_than_two_others_hold_the_floor(folder: Path) -> None:
+def test_a_ring_keeps_its_aim_while_its_target_is_away(folder: Path) -> None:
     """The replicas of one rank were behind; the others gave away, for want of slots, what their one
     target held as well. Then one node was lost, which was such a target and the slow one's own: of
     no iteration was all left (elastic campaign, seeds 202 and 205). And once a daemon was down for
@@ -234,10 +203,10 @@ def test_a_ring_is_hard_while_fewer_than_two_others_hold_the_floor(folder: Path)
     for rank, segment in enumerate(segments):
         node.seal(segment, 3, 4, epoch=5)
         assert node.run.join(RankKey("job", "run", rank), Join(5, -1, (here, other), 1, follows=0)) == ""
-    assert [(hint(s).sole, hint(s).aim) for s in segments] == [(True, 4), (True, 4)]
+    assert [hint(s).aim for s in segments] == [4, 4]
     node.run.peer_lost("away", "no answer")
     node.run.tick()
-    assert [(hint(s).sole, hint(s).aim) for s in segments] == [(True, 4), (True, 4)]
+    assert [hint(s).aim for s in segments] == [4, 4]
 
 
 def test_a_rank_whose_target_is_away_promises_nothing_by_itself(folder: Path) -> None:

@@ -181,7 +181,7 @@ def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
     segment = MappedSegment(path, 1)
     table = SlotTable([segment], epoch=2, epoch_start=4)
     assert (table.ring_hint, table.epochs) == (RingHint(), {2: 4})
-    for hint in (RingHint(5, 6, 3, sole=True), RingHint(0, span=1), RingHint()):
+    for hint in (RingHint(5, 6, 3), RingHint(0, span=1), RingHint()):
         write_ring_hint(segment.buffer, hint)
         assert segment.ring_hint == table.ring_hint == hint
     assert SlotTable([]).ring_hint == RingHint()
@@ -189,10 +189,9 @@ def test_what_the_daemon_asks_to_keep_is_read_at_once(path: str) -> None:
 
 
 def test_what_a_run_went_back_to_stays_until_its_new_history_has_a_floor(path: str) -> None:
-    """Epoch 2 began at iteration 5. Two other nodes held the floor, 3, so the ring was soft; and
-    what may be the floor next began with 9, since a chain of another rank had broken. Iteration 5
-    was given away, and a job that died then had nothing in common with the others after 3, or
-    nothing at all.
+    """Epoch 2 began at iteration 5. The floor was 3, and what may be the floor next began with 9, since a
+    chain of another rank had broken. Iteration 5 was given away, and a job that died then had nothing in
+    common with the others after 3, or nothing at all.
     """
     segment = MappedSegment(path, 1)
     told = msgspec.structs.replace(segment.descriptor, world_size=2)
@@ -206,20 +205,20 @@ def test_what_a_run_went_back_to_stays_until_its_new_history_has_a_floor(path: s
     table = SlotTable([segment], epoch=2, epoch_start=5)
     first = SlotTable([segment], epoch=2, epoch_start=-1)
 
-    def kept(of: SlotTable) -> tuple[bool, set[int]]:
-        hard = of.is_hard(connected=True)
-        return hard, {index for _, index in of.promised(of.records(), 1, hard=hard)}
+    def kept(of: SlotTable) -> set[int]:
+        return {index for _, index in of.promised(of.records(), 1)}
 
-    soft = RingHint(3, 9, 1, epoch=2, aim=9)
-    write_ring_hint(segment.buffer, soft)
-    assert kept(table) == (True, {0, 1})
-    assert kept(first) == (False, {1}), "a run that never went back"
-    write_ring_hint(segment.buffer, soft._replace(floor=7, epoch=1))
-    assert kept(table)[0], "a floor of the history that was left"
-    write_ring_hint(segment.buffer, soft._replace(floor=5))
-    assert kept(table) == (False, {0, 1}), "it is the floor itself"
-    write_ring_hint(segment.buffer, soft._replace(floor=9))
-    assert kept(table) == (False, {1})
+    hint = RingHint(3, 9, 1, epoch=2, aim=9)
+    write_ring_hint(segment.buffer, hint)
+    assert kept(table) == {0, 1}
+    assert kept(first) == {1}, "a run that never went back"
+    write_ring_hint(segment.buffer, hint._replace(floor=5))
+    assert kept(table) == {0, 1}, "it is the floor itself"
+    write_ring_hint(segment.buffer, hint._replace(floor=9))
+    assert kept(table) == {1}
+    write_ring_hint(segment.buffer, hint._replace(floor=-1))
+    segment.descriptor = msgspec.structs.replace(told, world_size=1)
+    assert kept(table) == set(), "a run of one rank needs no common start"
     segment.close()
 
 

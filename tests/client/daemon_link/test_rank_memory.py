@@ -497,7 +497,7 @@ def test_a_generation_stays_of_which_the_daemon_has_just_promised_something(
     lock_sealed = MappedSegment.lock_sealed
 
     def promised_before(segment: MappedSegment) -> list[int] | None:
-        write_ring_hint(segment.buffer, RingHint(4, 4, 2, sole=True, epoch=1, aim=4))
+        write_ring_hint(segment.buffer, RingHint(4, 4, 2, epoch=1, aim=4))
         return lock_sealed(segment)
 
     with two_generations(endpoint, run) as (memory, first):

@@ -499,6 +499,31 @@ def test_without_targets_the_primary_is_the_promised_copy() -> None:
     assert core.wake_at_s is None
 
 
+def test_the_ring_keeps_its_aim_until_both_targets_hold_it() -> None:
+    """With two targets it gave away what it liked, and the rank's word was what both hold: the loss of both
+    was then the loss of that state.
+    """
+    driven = driven_to("a", "b")
+    driven.deaf = {"b"}
+    driven.feed(Agreed(-1, -1))
+    driven.feed(table(2, 3, 4, 5))
+    driven.feed(table(3, 4, 5, 6, 7, 8))
+    assert driven.core.aim == Interval(4, 5)
+    assert driven.core.word == Interval(4, -1)
+    assert driven.sent == [("a", i) for i in range(3, 8)], "not much beyond the aim, also to the quick one"
+    driven.deaf = set()
+    driven.now_s += CONFIG.answer_s
+    driven.feed(Tick())
+    driven.now_s += CONFIG.retry_max_s
+    driven.feed(Tick())
+    assert driven.core.word == Interval(4, 5)
+    driven.feed(table(4, 5, 6, 7, 8, 9))
+    assert driven.core.word == Interval(5, 5), "the ring has given 3 away"
+    driven.feed(Agreed(5, 5))
+    assert driven.core.aim == Interval(5, 7), "it goes on from the floor"
+    assert driven.core.word == Interval(5, 7)
+
+
 def test_a_word_that_was_given_stays_until_the_others_have_told_what_they_know() -> None:
     """A rank vouched for iteration 4 and was cut off before it heard of the floor there. Its next
     target refused iteration 3 for its digest again and again; the rank chose another aim, and its

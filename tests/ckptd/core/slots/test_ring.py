@@ -416,42 +416,35 @@ def keys(*indices: int, generation: int = 0) -> set[tuple[int, int]]:
     return {(generation, index) for index in indices}
 
 
-def test_what_is_protected_is_given_away_last_and_never_where_it_is_the_only_copy() -> None:
+def test_what_is_protected_is_never_given_away() -> None:
     records = run(0, 5, 2)
     assert choose_slot(records, 2, generation=0, protected=keys(2, 3)).releases == 0
-    soft = choose_slot(records[2:], 2, generation=0, protected=keys(2, 3))
-    assert (soft.releases, soft.overrides_floor) == (2, True)
-    assert "the other ranks may need it" in soft.reason
-    hard = choose_slot(records[2:], 2, generation=0, protected=keys(2, 3), hard=True)
-    assert (hard.index, hard.remedy) == (None, Remedy.WAIT)
-    assert "the floor has not moved" in hard.reason
-    moved = choose_slot(records[2:], 2, generation=0, protected=keys(3), hard=True)
-    assert (moved.releases, moved.overrides_floor) == (2, False)
+    full = choose_slot(records[2:], 2, generation=0, protected=keys(2, 3))
+    assert (full.index, full.remedy) == (None, Remedy.WAIT)
+    assert "the floor has not moved" in full.reason
+    assert choose_slot(records[2:], 2, generation=0, protected=keys(3)).releases == 2
 
 
 def test_how_many_slots_are_left_tells_when_it_is_time_to_grow() -> None:
     records = [*run(0, 4, 2), free(5), free(6)]
     assert choose_slot(records, 2, generation=0).left == 4  # 0 to 2 could go
-    assert choose_slot(records, 2, generation=0, protected=keys(0, 1, 2), hard=True).left == 1
-    last = choose_slot(records[:-1], 2, generation=0, protected=keys(0, 1, 2), hard=True)
+    assert choose_slot(records, 2, generation=0, protected=keys(0, 1, 2)).left == 1
+    last = choose_slot(records[:-1], 2, generation=0, protected=keys(0, 1, 2))
     assert (last.index, last.left) == (5, 0)
 
 
 def test_without_a_floor_nothing_is_protected() -> None:
-    for hard in (False, True):
-        choice = choose_slot(run(0, 5, 2), 2, generation=0, hard=hard)
-        assert (choice.releases, choice.overrides_floor) == (0, False)
+    assert choose_slot(run(0, 5, 2), 2, generation=0).releases == 0
 
 
 def test_an_abandoned_history_goes_first() -> None:
     records = [*run(0, 5, 2), snap(4, 1, index=8, epoch=1, epoch_start=3)]
-    choice = choose_slot(records, 2, generation=0, protected=keys(0, 1, 2, 3), hard=True)
-    assert (choice.releases, choice.overrides_floor) == (4, False)
+    assert choose_slot(records, 2, generation=0, protected=keys(0, 1, 2, 3)).releases == 4
 
 
 def test_a_moving_floor_is_no_remedy_for_a_ring_that_is_too_small() -> None:
     """What is promised to the suffix alone fills it: only a new generation helps."""
-    choice = choose_slot(run(0, 2, 3), 3, generation=0, protected=keys(0, 1, 2), hard=True)
+    choice = choose_slot(run(0, 2, 3), 3, generation=0, protected=keys(0, 1, 2))
     assert (choice.index, choice.remedy) == (None, Remedy.GROW)
 
 
@@ -472,7 +465,7 @@ def test_a_replica_ring_takes_in_its_slack_before_the_floor_must_move(window: in
         protect_from = floor - window + 1 if t > floor else 99
         while True:
             needed = {r.key for r in slots.values() if r.sealed and r.iteration >= protect_from}
-            choice = choose_slot(slots.values(), window, generation=0, protected=needed, hard=True)
+            choice = choose_slot(slots.values(), window, generation=0, protected=needed)
             if choice.index is not None:
                 break
             assert choice.remedy is Remedy.WAIT, choice.reason
@@ -559,20 +552,17 @@ def kept_whole(before: Suffix, after: Suffix | NoSuffix, left: list[SlotRecord])
     st.sets(st.integers(0, 8)),
     st.integers(0, 1),
     st.sets(st.tuples(st.integers(0, 1), st.integers(0, 8))),
-    st.booleans(),
 )
 def test_choose_slot_on_any_table(
     records: list[SlotRecord],
     read: set[int],
     gen: int,
     protected: set[tuple[int, int]],
-    hard: bool,
 ) -> None:
     """Whatever the table: what is given was free to give, and no promise is hurt by it."""
     busy = {(gen, index) for index in read}
-    choice = choose_slot(records, NUM_OPERATORS, busy=busy, generation=gen, protected=protected, hard=hard)
+    choice = choose_slot(records, NUM_OPERATORS, busy=busy, generation=gen, protected=protected)
     assert choice.reason
-    assert not (choice.overrides_floor and hard)
     if choice.index is None:
         assert choice.remedy is not Remedy.NONE
         return
@@ -583,7 +573,7 @@ def test_choose_slot_on_any_table(
     assert (choice.releases is None) is not given_away.sealed
     # An abandoned snapshot is of no use to the others either.
     useful = given_away.sealed and given_away in live(records)
-    assert choice.overrides_floor is (useful and given_away.key in protected)
+    assert not (useful and given_away.key in protected)
     before = find_suffix(records, NUM_OPERATORS)
     left = [r for r in records if r is not given_away]
     # Its header may have been the last witness of its epoch; whoever fills the slot knows that epoch.

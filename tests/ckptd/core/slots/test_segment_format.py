@@ -377,8 +377,8 @@ def test_what_does_not_fit_is_not_written() -> None:
 
 def test_a_fresh_segment_protects_nothing() -> None:
     buf, _ = make()
-    assert read_ring_hint(buf) == RingHint(-1, -1, 0, False, 0, 0)
-    assert bytes(buf[4068:4096]) == bytes(4) + b"\xff" * 16 + bytes(8)
+    assert read_ring_hint(buf) == RingHint(-1, -1, 0, 0)
+    assert bytes(buf[4068:4096]) == bytes(4) + b"\xff" * 16 + bytes([0, 0, 1]) + bytes(5)
 
 
 def test_the_protection_hint_is_the_specified_bytes_and_outside_every_checksum() -> None:
@@ -388,12 +388,12 @@ def test_the_protection_hint_is_the_specified_bytes_and_outside_every_checksum()
     buf[4091] = 1  # and its wish for quiet
     for hint in (
         RingHint(0, 3, 1),
-        RingHint(41, 40, 64, sole=True, behind=7, epoch=1_800_000_000),
+        RingHint(41, 40, 64, behind=7, epoch=1_800_000_000),
         RingHint(2**62, 2**62, 65535, behind=65535),
         RingHint(),
     ):
         write_ring_hint(buf, hint)
-        packed = struct.pack("<IqqHBBH", hint.epoch, *hint[:4], 1, hint.behind)
+        packed = struct.pack("<IqqHBBH", hint.epoch, *hint[:3], 1, 1, hint.behind)
         assert bytes(buf[4068:4094]) == packed
         assert read_ring_hint(buf) == hint
         assert read_prologue(buf) == told
@@ -521,7 +521,7 @@ def test_a_hint_that_was_stored_in_part_promises_nothing_of_an_abandoned_history
     daemon told all nodes that the new history has a floor there, and each gave away what it had gone
     back to.
     """
-    before, after = Hint(10, 12, 3, True, 1 << 12, 14), Hint(floor, -1, 3, True, 2 << 12, 7)
+    before, after = Hint(10, 12, 3, 1 << 12, 14), Hint(floor, -1, 3, 2 << 12, 7)
     found = mixtures(before, after)
     assert found[0] == before
     assert found[-1] == after
@@ -535,6 +535,6 @@ def test_a_hint_that_was_stored_in_part_promises_nothing_of_an_abandoned_history
 
 
 def test_a_hint_of_the_same_epoch_that_was_stored_in_part_keeps_the_floor() -> None:
-    found = mixtures(Hint(10, 12, 3, False, 1, 14), Hint(12, 13, 4, True, 1, 16))
+    found = mixtures(Hint(10, 12, 3, 1, 14), Hint(12, 13, 4, 1, 16))
     assert {hint.floor for hint in found} == {10, 12}
     assert all(hint.aim == 16 for hint in found[1:])

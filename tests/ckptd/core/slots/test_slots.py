@@ -58,7 +58,6 @@ class Ring:
             generation=0,
             busy=self.busy,
             protected=protected,
-            hard=True,
         )
         if choice.index is None:
             self.previous = -1
