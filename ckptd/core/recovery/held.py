@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ckptd.core.slots.slots import SlotRecord, SlotState, least_starts, other_histories
+from ckptd.core.slots.slots import SlotRecord, SlotState, least_starts, other_histories, past_of
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
@@ -181,6 +181,12 @@ class History:
         )
 
 
+def _is_held(held: Sequence[HeldRecords], iteration: int, epochs: Container[int]) -> bool:
+    """Whether all ranks of which there is anything have a snapshot of this iteration in these epochs."""
+    found = {h.rank for h in held for r in h.records if r.iteration == iteration and r.epoch in epochs}
+    return bool(found) and found == {h.rank for h in held if h.records}
+
+
 def history_of(
     held: Iterable[HeldRecords],
     epochs: Iterable[tuple[int, int, int]],
@@ -195,12 +201,14 @@ def history_of(
             follows (-1: not known).
         complete: every node that may hold something has answered.
     """
-    known = list(epochs)
+    known, there = list(epochs), list(held)
     follows: dict[int, int] = {}
     for epoch, _, before in known:
         follows[epoch] = max(before, follows.get(epoch, -1))
-    sealed = {record.epoch for h in held for record in h.records}
-    empty = follows.keys() - sealed
-    others = other_histories(sealed | follows.keys(), follows, empty=empty, complete=complete)
+    sealed = {record.epoch for h in there for record in h.records}
+    every = sealed | follows.keys()
+    begun_here = {e for e, start, _ in known if _is_held(there, start, past_of(e, every, follows))}
+    empty = every - sealed - begun_here
+    others = other_histories(every, follows, empty=empty, complete=complete)
     begun = least_starts(*({epoch: start} for epoch, start, _ in known if epoch not in others))
     return History(frozenset(others), begun)

@@ -49,6 +49,7 @@ __all__ = [
     "least_starts",
     "live",
     "other_histories",
+    "past_of",
     "stale_after",
 ]
 
@@ -209,7 +210,7 @@ def other_histories(
 
     Args:
         follows: the epoch before an epoch, where known; else the highest of these epochs with a shorter past.
-        empty: epochs without records.
+        empty: epochs without records, and without those at which they began.
         complete: every node that may hold something has answered.
     """
     known = {*epochs}
@@ -218,14 +219,14 @@ def other_histories(
     held = known.difference(empty)
 
     def newest_held(epoch: int) -> int:
-        past = _past(epoch, known, follows) if complete else ()
+        past = past_of(epoch, known, follows) if complete else ()
         return max((e for e in past if e in held), default=-1)
 
     newest = max(known, key=lambda e: (newest_held(e), e >> _DRAWN_BITS, e in held, e))
-    return known.difference(_past(newest, known, follows))
+    return known.difference(past_of(newest, known, follows))
 
 
-def _past(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> list[int]:
+def past_of(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> list[int]:
     """The epoch and its predecessors, newest first; each has a shorter past, hence lower upper bits."""
     past = [epoch]
     while True:

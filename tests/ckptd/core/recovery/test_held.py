@@ -34,6 +34,20 @@ def test_what_is_held_of_another_history_is_left_out() -> None:
     ]
 
 
+def test_an_epoch_that_has_just_begun_counts_if_what_it_began_at_is_there() -> None:
+    """A job had begun anew on nodes that knew of no other, and a node came back with iteration 12. The job went
+    back to it, and freed what was newer; until its first snapshot the history that had begun anew was the one
+    with records, and what it went back to did not count (simulation, split seed 35006).
+    """
+    base, mine, anew, next_one = 1 << 12, (2 << 12) + 7, (2 << 12) + 2, (3 << 12) + 1
+    back, others = held_by("a", (11, base), (12, base)), held_by("b", (0, anew))
+    epochs = [(base, -1, -1), (mine, 12, base), (anew, -1, base), (next_one, 12, mine)]
+    for told in (epochs[:3], epochs):
+        assert history_of([back, others], told, complete=True).others == {anew}
+    lost = held_by("a", (11, base))
+    assert history_of([lost, others], epochs, complete=True).others == {mine, next_one}, "nothing is left"
+
+
 def test_where_there_is_one_history_nothing_is_left_out() -> None:
     base = 1 << 12
     here = held_by("a", (3, base))
