@@ -412,6 +412,10 @@ class CudaEngine:
         for address in self._registered.pop(memory.address, []):
             torch.cuda.cudart().cudaHostUnregister(address)
 
+    def prepare(self, items: CopyList, memory: HostMemory) -> None:
+        with torch.no_grad():
+            self._transfers(items, memory)
+
     def begin(
         self,
         items: Sequence[CopyItem],

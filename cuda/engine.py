@@ -100,6 +100,9 @@ class CopyEngine(Protocol):
     def release(self, memory: HostMemory) -> None:
         """Undo ``register``; no copy may be in flight."""
 
+    def prepare(self, items: CopyList, memory: HostMemory) -> None:
+        """Plan copies that a later ``begin`` is given, so that it need not (any thread)."""
+
     def begin(
         self,
         items: Sequence[CopyItem],
@@ -186,6 +189,9 @@ class CpuEngine:
 
     def release(self, memory: HostMemory) -> None:
         """Nothing was pinned."""
+
+    def prepare(self, items: CopyList, memory: HostMemory) -> None:
+        """Nothing to plan."""
 
     def begin(
         self,

@@ -139,6 +139,8 @@ def test_the_core_imports_only_itself_and_pure_libraries(graph: grimp.ImportGrap
     for module in {package} | graph.find_descendants(package):
         elastic = module.startswith("ckptd.core.elastic.")
         libraries = {"msgspec", "xxhash"} | ({"numpy", "scipy"} if elastic else set())
+        # Sorting the experts of a large model without it takes longer than their choice may.
+        libraries |= {"numpy"} if module == "ckptd.core.partial_experts" else set()
         for imported in graph.find_modules_directly_imported_by(module):
             pure = imported in libraries | pure_stdlib or (module, imported) in KNOWN_ENGINES
             own = any(f"{imported}.".startswith(f"{core}.") for core in PURE)

@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
 
 __all__ = [
@@ -208,9 +211,7 @@ class Selection(StrEnum):
     MODEL = "model"  # of all layers together those with the most (as MoEtion)
 
 
-def select_by_risk(
-    tokens: Sequence[float], ages: Sequence[int], capacities: Sequence[int], longest: int
-) -> list[int]:
+def select_by_risk(tokens: ArrayLike, ages: ArrayLike, capacities: Sequence[int], longest: int) -> list[int]:
     """The experts with the most tokens at risk for which a snapshot has room.
 
     The sum of the selected tokens is the largest that leaves it possible for every later snapshot to keep the
@@ -227,33 +228,20 @@ def select_by_risk(
     Source: MoC-System (ASPLOS '25), section 3.2; MoEtion, section 4.3. Its algorithm 1 divides the room over
     layers in proportion to their tokens at risk; over all experts together no fewer tokens are selected.
     """
-    here = min(capacities[0], len(ages))
-    counts = Counter(ages)
-    # By how many snapshots D some can wait: how many may be selected of those that can wait for longer. Most
-    # D bind nobody.
-    rooms: dict[int, int] = {}
-    later = due = 0
-    for wait in range(longest):
-        age = longest - wait
-        due += counts[age] if wait else sum(n for each, n in counts.items() if each >= age)
-        if due > later:
-            rooms[wait] = here - min(here, due - later)
-        later += capacities[(wait + 1) % len(capacities)]
-    # Sorts are stable: the second one keeps the order of the first among equals.
-    order = sorted(range(len(ages)), key=ages.__getitem__, reverse=True)
-    order.sort(key=tokens.__getitem__, reverse=True)
-    if not rooms:
-        return order[:here]
-    chosen: list[int] = []
-    for expert in order:
-        if len(chosen) == here:
-            break
-        bound = [wait for wait in rooms if wait < longest - ages[expert]]
-        if all(rooms[wait] > 0 for wait in bound):
-            chosen.append(expert)
-            for wait in bound:
-                rooms[wait] -= 1
-    return chosen
+    since = np.asarray(ages)
+    order = np.lexsort((-since, -np.asarray(tokens)))
+    here = min(capacities[0], len(order))
+    can_wait = np.maximum(longest - since, 0)  # so many snapshots
+    due = np.cumsum(np.bincount(can_wait, minlength=longest)[:longest])
+    following = np.resize(np.roll(capacities, -1), longest - 1)
+    needed = np.minimum(due - np.concatenate(([0], np.cumsum(following))), here)
+    # By D; where no more are needed than for a smaller D, that one limits the others more.
+    before = np.maximum.accumulate(np.concatenate(([0], needed[:-1])))
+    for wait in np.flatnonzero(needed > before)[::-1]:
+        others = np.flatnonzero(can_wait[order] > wait)
+        order = np.delete(order, others[here - needed[wait] :])
+    found: list[int] = order[:here].tolist()
+    return found
 
 
 def rooms(phases: Sequence[Sequence[int]], selectable: Collection[int]) -> list[int]:

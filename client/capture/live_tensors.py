@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.model.live_state import LiveState, local, whole
+from ckptd.client.model.live_state import LivePlaces, LiveState, local, whole
 from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan
 from ckptd.client.optimizers.value_trees import part_of, plain_parts, plain_tensor, same_objects, state_values
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
@@ -69,10 +69,10 @@ class LiveSources:
             k for p in plan.packed.values() for _, k in p
         ]
         self._composed = any(":" in key for key in keys)
-        # All values in the optimizers' state when it was read, and the dictionaries for which these places
-        # are right.
+        # All values in the optimizers' state when it was read, and the dictionaries to which these places
+        # lead.
         self._values: list[Any] | None = None
-        self._held: list[Any] | None = None
+        self._where: LivePlaces | None = None
         self._places: list[_Place] = []
         self._packed_places: list[tuple[int, list[_Place]]] = []  # by entry
         # Those of buffers, which a module may replace as well (the binding's parameters stay), and what was
@@ -92,18 +92,34 @@ class LiveSources:
         self.absent: list[str] = []
         self._lacks = False
 
+    def prepare(self) -> CopyList:
+        """Like `items`, beside training, which may replace tensors meanwhile: the first call of `items` looks
+        everything up again, and keeps what is still there.
+        """
+        self._place(self._binding.places(again=False))
+        self._find_packed()
+        return self._copies(self._find())
+
     def items(self) -> CopyList:
-        """Copies of everything but packed state."""
+        """Copies of everything but packed state (training thread)."""
         same = self._read_state()
         buffers = [place.get(key) for place, key in self._buffer_places]
-        replaced = False
-        if not (same and same_objects(buffers, self._buffers)):
-            live = [place.get(key) for place, key in self._places]
-            self._buffers, replaced = buffers, not same_objects(live, self._found)
-        if replaced:
-            self._found = live
-            plain = [t for t in live if type(t) in _PLAIN]
-            self._addressed = plain, [t for t in live if type(t) not in _PLAIN]
+        if same and same_objects(buffers, self._buffers):
+            return self._copies(replaced=False)
+        self._buffers = buffers
+        return self._copies(self._find())
+
+    def _find(self) -> bool:
+        """Look all tensors up; True if any was replaced."""
+        live = [place.get(key) for place, key in self._places]
+        if same_objects(live, self._found):
+            return False
+        self._found = live
+        plain = [t for t in live if type(t) in _PLAIN]
+        self._addressed = plain, [t for t in live if type(t) not in _PLAIN]
+        return True
+
+    def _copies(self, replaced: bool) -> CopyList:
         # The object may stay while its storage changes (`p.data = x`, vector_to_parameters, swapped
         # weights).
         plain, others = self._addressed
@@ -153,7 +169,12 @@ class LiveSources:
         now = [o.state for o in keepers] + state_values(keepers, parts=self._composed)
         if self._values is not None and same_objects(now, self._values):
             return True
-        self._refresh()
+        self._place(self._binding.places())
+        self._find_packed()
+        self._values = now
+        return False
+
+    def _find_packed(self) -> None:
         found = [[place.get(key) for place, key in places] for _, places in self._packed_places]
         if self._found_packed is None or not all(map(same_objects, found, self._found_packed)):
             self._found_packed = found
@@ -161,18 +182,12 @@ class LiveSources:
             self._packed = [
                 PackedState(i, [_scalar(v, self._source(i).dtype) for v in of]) for (i, _), of in pairs
             ]
-        self._values = now
-        return False
 
-    def _refresh(self) -> None:
-        binding = self._binding
-        held = [part for o in binding.keepers for part in (o.state, *o.state.values())]
-        if self._held is not None and same_objects(held, self._held):
+    def _place(self, where: LivePlaces) -> None:
+        """Let each source's place be in these dictionaries."""
+        if where is self._where:
             return
-        self._held = held
-        buffers = binding.buffer_places()
-        states = {name: binding.state(name) for name in binding.owner}
-        self._places = []
+        self._where, self._places, binding = where, [], self._binding
         for source in self.plan.sources:
             if source is None or source.kind == "packed":
                 self._places.append((_NOWHERE, ""))
@@ -181,14 +196,14 @@ class LiveSources:
             elif source.kind == "master":
                 self._places.append((binding.masters, source.name))
             elif source.kind == "optim":
-                self._places.append(_place(states[source.name], source.key))
+                self._places.append(_place(where.states[source.name], source.key))
             else:
-                self._places.append(buffers[source.name])
+                self._places.append(where.buffers[source.name])
         kinds = [None if source is None else source.kind for source in self.plan.sources]
         pairs = zip(kinds, self._places, strict=True)
         self._buffer_places = [place for kind, place in pairs if kind == "buffer"]
         self._packed_places = [
-            (i, [_place(states[name], key) for name, key in self.plan.packed[self._source(i).dtype]])
+            (i, [_place(where.states[name], key) for name, key in self.plan.packed[self._source(i).dtype]])
             for i, kind in enumerate(kinds)
             if kind == "packed"
         ]

@@ -595,7 +595,7 @@ class Recorder:
         if not plan.lossy:
             return None
         if self._selection is None or self._selection.plan is not plan:
-            self._selection = ExpertSelection(self._binding, plan, self.scalars.losses.captured)
+            self._selection = ExpertSelection(plan, self.scalars.losses.captured)
         return self._selection.experts(self._ordinal)
 
     def _in_step(self, changes: ScheduleChanges, step: int) -> bool:
@@ -674,20 +674,27 @@ class Recorder:
 
     def _was_filled(self, segment: MappedSegment, index: int, step: int) -> None:
         """A slot is filled (session's thread): the daemon seals it, or we do while it is away."""
-        if self._selection is not None:
-            self._selection.filled(step)
         session = self._memory.session
         if session.connected:
             session.filled(segment.generation, index, step)
         if not session.connected:
             segment.seal(index)
             self._stats.sealed_here += 1
+        if self._selection is not None:
+            self._prepare_next(self._selection, step)
         every = self._options.nan_check_every
         if every and self._stats.snapshots % every == 1 % every and (found := nan_tensors(segment, index)):
             # NaN in weights is data, not an error; the user wants to know.
             self._stats.nan_snapshots += 1
             text = f"step {step}: {len(found)} tensors hold NaN, first {found[0]}"
             session.notice("warning", "nan_in_weights", text)
+
+    def _prepare_next(self, selection: ExpertSelection, step: int) -> None:
+        """Choose the experts of the next snapshot, and plan its copies, so that training finds all of it."""
+        following = selection.filled(step)
+        planned = following and selection.plan.phase_plan(self._binding, *following)
+        if planned and self._capture is not None:
+            self._capture.prepare(planned[0])
 
     def _report(self, step: int) -> None:
         now = time.monotonic()

@@ -202,6 +202,8 @@ class Capture:
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
         self._splits: dict[int, CopySplit] = {}
+        self._prepared: tuple[LiveSources, CopySplit] | None = None
+        self._replaced: object = None
         self._restless = restless
         self._small = {
             name
@@ -220,6 +222,15 @@ class Capture:
         self.outgrown = 0
         self.crowded = False
         self.seal_s = 0.0
+
+    def prepare(self, plan: PhasePlan) -> None:
+        """Plan beside training the copies of a snapshot under ``plan``: its `begin` only looks again."""
+        sources = LiveSources(self._binding, plan)
+        items = sources.prepare()
+        split = CopySplit(sources, items, sources.packed_now(), self._restless | self._small)
+        split.sample(0, self._engine)  # which plans the samples
+        self._engine.prepare(split.steady, self._table.segments[-1].memory)
+        self._prepared, self._replaced = (sources, split), None
 
     def begin(
         self,
@@ -286,7 +297,7 @@ class Capture:
         started, sources = time.perf_counter(), self._sources.get(plan.phase)
         is_new = sources is None or sources.plan is not plan
         if sources is None or is_new:
-            sources = self._sources[plan.phase] = LiveSources(self._binding, plan)
+            sources = self._new_sources(plan)
         items, packed = sources.items(), sources.packed_now()
         fill.scalars["absent"] = sources.absent
         zero_missing(fill.segment, fill.index, plan, sources.missing())
@@ -301,6 +312,15 @@ class Capture:
         if split.packed_at_once:
             return list, [*split.restless, *sources.packed_items(packed)]
         return lambda: sources.packed_items(packed), split.restless
+
+    def _new_sources(self, plan: PhasePlan) -> LiveSources:
+        found, prepared = LiveSources(self._binding, plan), self._prepared
+        if prepared is not None and prepared[0].plan is plan:
+            # Those of before are freed at the next preparation: they are thousands of objects.
+            self._replaced = self._sources.get(plan.phase), self._splits.get(plan.phase)
+            found, self._splits[plan.phase] = prepared
+        self._sources[plan.phase] = found
+        return found
 
     def abort(self) -> None:
         """Give up a claimed slot whose copy has not begun; wait for one that has."""

@@ -17,6 +17,7 @@ another and a component into its names (``module.``, ``_orig_mod.``, ``_checkpoi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -33,9 +34,10 @@ from ckptd.client.optimizers.optimizer_probe import (
     state_keeper,
     state_specs,
 )
-from ckptd.client.optimizers.value_trees import flat_state, plain_parts
+from ckptd.client.optimizers.value_trees import flat_state, plain_parts, same_objects
 
 __all__ = [
+    "LivePlaces",
     "LiveState",
     "find_masters",
     "is_compiled",
@@ -163,6 +165,21 @@ def _members(
 # -- the live state --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LivePlaces:
+    """The dictionaries in which live tensors are looked up; another tensor may replace one in its place.
+
+    Attributes:
+        held: by what they are known to be the same: who owns the parameters, and what holds their state.
+        states: the optimizer state of each parameter.
+        buffers: by name, the dictionary that holds a buffer, and its key there.
+    """
+
+    held: list[Any]
+    states: Mapping[str, dict[str, Any]]
+    buffers: Mapping[str, tuple[Mapping[str, Tensor | None], str]]
+
+
 class LiveState:
     """Names for everything that a bit-exact repeat needs.
 
@@ -207,6 +224,7 @@ class LiveState:
             self.masters = {plain.get(name, name): master for name, master in masters.items()}
         self._check_masters(masters is not None, set(owner))
         self._recorded: dict[str, tuple[StateSpec, ...]] = {}
+        self._places: LivePlaces | None = None
         self._bind(owner)
         self.kept = KeptState(self, self.optimizers if given is None else given)
 
@@ -398,6 +416,21 @@ class LiveState:
     def buffers(self) -> dict[str, Tensor]:
         """All buffers that hold data, persistent or not."""
         return dict(named_buffers(self.model))
+
+    def places(self, *, again: bool = True) -> LivePlaces:
+        """The dictionaries that hold the live tensors: the same object until one of an optimizer is another.
+
+        Args:
+            again: see whether one was replaced (training thread).
+        """
+        known = self._places
+        if known is not None and not again:
+            return known
+        held = [self.owner, *(part for o in self.keepers for part in (o.state, *o.state.values()))]
+        if known is None or not same_objects(held, known.held):
+            states = {name: self.state(name) for name in self.owner}
+            known = self._places = LivePlaces(held, states, self.buffer_places())
+        return known
 
     def buffer_places(self) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
         """The dictionary that holds each buffer, and its key there: another tensor may replace it."""

@@ -10,10 +10,12 @@ selected: replicas of an expert must be recovered from one iteration.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ckptd.client.model.live_state import LiveState
+import numpy as np
+import numpy.typing as npt
+
 from ckptd.client.schedule.expert_losses import listed
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.partial_experts import Selection, select_by_risk
@@ -21,6 +23,8 @@ from ckptd.core.partial_experts import Selection, select_by_risk
 __all__ = ["ExpertSelection"]
 
 _PENDING = 4  # snapshots that may be on their way
+
+Places = npt.NDArray[np.int64]
 
 
 class ExpertSelection:
@@ -31,22 +35,31 @@ class ExpertSelection:
             expert that is missing was in none.
     """
 
-    def __init__(
-        self, binding: LiveState, plan: SnapshotPlan, captured: Mapping[tuple[str, int], float]
-    ) -> None:
-        self._binding, self.plan = binding, plan
-        self._captured = dict(captured)
+    def __init__(self, plan: SnapshotPlan, captured: Mapping[tuple[str, int], float]) -> None:
+        self.plan = plan
         self._lock = threading.Lock()
-        self._counts: Mapping[str, Sequence[float]] = {}
         self._number = 0  # of the newest snapshot in the chain
-        self._last: dict[int, int] = {}  # by operator, the number of the snapshot that had it last
-        self._pending: dict[int, tuple[int, int, frozenset[int], Mapping[str, Any]]] = {}
+        self._pending: dict[int, tuple[int, int, list[int], Mapping[str, Any]]] = {}
         self._next: tuple[int, frozenset[int]] = 0, frozenset()
+        # By place among the experts that may be selected: tokens as counted last, those in the newest
+        # snapshot that has the expert, and the number of that snapshot (0: none has).
+        self._experts = sorted(plan.selectable)
+        self._place_of = {operator: place for place, operator in enumerate(self._experts)}
+        named = [plan.operators[i].expert or ("", 0) for i in self._experts]  # all are experts
+        self._tokens = np.zeros(len(named))
+        self._captured = np.array([captured.get(expert, 0.0) for expert in named])
+        self._last = np.zeros(len(named), np.int64)
+        # By container, the places of its experts and their numbers there.
+        cells: dict[str, list[tuple[int, int]]] = {}
+        for place, (name, index) in enumerate(named):
+            cells.setdefault(name, []).append((place, index))
+        self._cells: dict[str, Places] = {name: np.array(pairs).T for name, pairs in cells.items()}
+        self._pools = self._pools_of(plan)
 
     def experts(self, ordinal: int) -> frozenset[int] | None:
         """What the ``ordinal``-th snapshot anchors; None: the experts whose turn it is."""
         with self._lock:
-            if not self.plan.selectable or self._last.keys() < self.plan.selectable:
+            if not self._experts or not self._last.all():
                 return None
             number, found = self._next
             return found if number == self._number + 1 else self._select(ordinal)
@@ -60,75 +73,62 @@ class ExpertSelection:
             given: the tokens of each expert at its top; tensors are not written to any more.
             follows: the newest one; otherwise a chain begins.
         """
-        if not self.plan.selectable:
+        if not self._experts:
             return
         with self._lock:
             if not follows:
-                self._last.clear()
+                self._last[:] = 0
             self._number += 1
-            self._last.update(dict.fromkeys(anchored & self.plan.selectable, self._number))
-            self._pending[step] = self._number, ordinal, anchored, given
+            places = [self._place_of[i] for i in anchored & self.plan.selectable]
+            self._last[places] = self._number
+            self._pending[step] = self._number, ordinal, places, given
             while len(self._pending) > _PENDING:  # what is that old was never complete
                 self._pending.pop(min(self._pending))
 
-    def filled(self, step: int) -> None:
-        """It is complete: choose for the next one (beside training)."""
+    def filled(self, step: int) -> tuple[int, frozenset[int]] | None:
+        """It is complete: choose for the next one; returns its number and its experts (beside training)."""
         with self._lock:
             pending = self._pending.pop(step, None)
         if pending is None:
-            return
-        number, ordinal, anchored, given = pending
-        counts = {name: listed(each) for name, each in given.items()}
+            return None
+        number, ordinal, captured, given = pending
+        counts = {name: np.array(listed(given[name])) for name in self._cells.keys() & given.keys()}
         with self._lock:
-            self._counts = counts
-            for i in anchored:
-                expert = self.plan.operators[i].expert
-                if expert is not None and expert[0] in counts:
-                    self._captured[expert] = counts[expert[0]][expert[1]]
-            if number != self._number or self._last.keys() < self.plan.selectable:
-                return
+            for name, counted in counts.items():
+                places, indices = self._cells[name]
+                self._tokens[places] = counted[indices]
+            self._captured[captured] = self._tokens[captured]
+            if number != self._number or not self._last.all():
+                return None
             following = ordinal + self.plan.every
             found = self._select(following)
             self._next = number + 1, found
-        self.plan.phase_plan(self._binding, following, found)  # so that the training thread finds it
+        return following, found
 
     def _select(self, ordinal: int) -> frozenset[int]:
         plan = self.plan
-        pools: dict[str, list[int]] = {}
-        for i in plan.selectable:
-            pools.setdefault(self._pool(i), []).append(i)
-        rooms = [self._rooms(ordinal + n * plan.every) for n in range(plan.schedule.window)]
         found = {i for i in plan.turns(ordinal) if i not in plan.selectable}
-        for pool, experts in pools.items():
-            chosen = select_by_risk(
-                [self._at_risk(i) for i in experts],
-                [self._number + 1 - self._last[i] for i in experts],
-                [room.get(pool, 0) for room in rooms],
-                plan.policy.window,
-            )
-            found.update(experts[number] for number in chosen)
+        at_risk, ages = np.maximum(self._tokens - self._captured, 0), self._number + 1 - self._last
+        phase = ordinal // plan.every % plan.schedule.window
+        for places, rooms in self._pools:
+            following = [*rooms[phase:], *rooms[:phase]]
+            chosen = select_by_risk(at_risk[places], ages[places], following, plan.policy.window)
+            found.update(map(self._experts.__getitem__, places[chosen].tolist()))
         return frozenset(found)
 
-    def _pool(self, operator: int) -> str:
-        """The experts that compete with this one for room."""
-        expert = self.plan.operators[operator].expert
-        assert expert is not None
-        return expert[0] if self.plan.selection is Selection.LAYER else ""
-
-    def _rooms(self, ordinal: int) -> dict[str, int]:
-        """By pool: of a layer as much room as its turns would take; of all together, all that there is."""
-        if self.plan.selection is Selection.MODEL:
-            return {self._pool(min(self.plan.selectable)): self.plan.selected_room(ordinal)}
-        found: dict[str, int] = {}
-        for i in self.plan.turns(ordinal):
-            if i in self.plan.selectable:
-                pool = self._pool(i)
-                found[pool] = found.get(pool, 0) + 1
-        return found
-
-    def _at_risk(self, operator: int) -> float:
-        expert = self.plan.operators[operator].expert
-        assert expert is not None
-        name, index = expert
-        now = self._counts[name][index] if name in self._counts else 0.0
-        return max(0.0, now - self._captured.get(expert, 0.0))
+    def _pools_of(self, plan: SnapshotPlan) -> list[tuple[Places, list[int]]]:
+        """The experts that compete for room, by place, and the room for them in each phase: of a layer as
+        much as its turns take; of all together, all that there is.
+        """
+        phases = plan.schedule.phases
+        if plan.selection is Selection.MODEL:
+            rooms = [plan.selected_room(plan.ordinal_of(phase)) for phase in range(len(phases))]
+            return [(np.arange(len(self._experts)), rooms)]
+        turn_of = np.zeros(len(plan.operators), np.int64)
+        for phase, operators in enumerate(phases):
+            turn_of[list(operators)] = phase
+        of = turn_of[self._experts]
+        return [
+            (places, np.bincount(of[places], minlength=len(phases)).tolist())
+            for places, _ in self._cells.values()
+        ]

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptd.client import Checkpointer, DaemonOptions, RecoveryOptions, SnapshotOptions
+from ckptd.client import Checkpointer, DaemonOptions, PartialOptions, RecoveryOptions, SnapshotOptions
+from ckptd.client.capture.live_tensors import CopySplit
 from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
@@ -617,6 +618,47 @@ def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
         (name,) = (n for n in image.view.names() if n.endswith("norm.running_var"))
         found = torch.frombuffer(bytearray(image.view.data(name)), dtype=torch.float32)
         assert torch.equal(found, tops[image.iteration]), image.iteration
+
+
+def test_the_training_thread_plans_no_copies_of_selected_experts(
+    model: MoE, make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each snapshot has other experts than those before, so its copies are new. They are planned beside
+    training, and the snapshot has the values of its top all the same.
+    """
+    planned_by: list[str] = []
+
+    def noted(*arguments: Any) -> CopySplit:
+        planned_by.append(threading.current_thread().name)
+        return CopySplit(*arguments)
+
+    monkeypatch.setattr("ckptd.client.capture.slot_writer.CopySplit", noted)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    of = PartialOptions(experts=1, lost_tokens_limit=None)
+    ckpt = make(model, optimizer, policy="selected", window=None, partial=of, inline_copy=False)
+    tops: dict[int, dict[str, Tensor]] = {}
+    by_step: dict[int, list[str]] = {}
+    for step in ckpt.steps(14):
+        tops[step] = {name: param.detach().clone() for name, param in model.named_parameters()}
+        by_step[step], planned_by = planned_by, []
+        let_memory_come(ckpt)
+        model(TOKENS).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ckpt._memory is not None
+        assert ckpt._memory.session.flush(20)
+    here = threading.current_thread().name
+    assert here in {name for names in by_step.values() for name in names}, "the first ones"
+    assert {name for step in range(10, 14) for name in by_step[step]} == {"ckptd-desk"}
+    assert ckpt._memory is not None
+    ckpt._memory.settle_filled(5)
+    sealed = [r for r in ckpt._memory.table.records() if r.sealed and r.iteration in range(10, 14)]
+    assert len(sealed) >= 2
+    for image in ckpt._memory.images(sealed):
+        for name in image.view.names():
+            if name in tops[image.iteration]:
+                found = torch.frombuffer(bytearray(image.view.data(name)), dtype=torch.float32)
+                assert torch.equal(found, tops[image.iteration][name].view(-1)), (image.iteration, name)
 
 
 class LateEngine(engine.CpuEngine):

@@ -150,6 +150,14 @@ class EngineTests:
         items += [item(self.random(512, 256), 4096), item(self.random(3), 4096 + 512 * 1024)]
         self.check(engine, memory, items)
 
+    def test_copies_may_be_planned_before_they_begin(self, engine: CopyEngine, memory: Memory) -> None:
+        """By another thread than the one that begins them."""
+        items = CopyList([item(self.random(n + 1), 64 * n) for n in range(5)])
+        planner = threading.Thread(target=engine.prepare, args=(items, memory))
+        planner.start()
+        planner.join()
+        self.check(engine, memory, items)
+
     def test_items_in_any_order(self, engine: CopyEngine, memory: Memory) -> None:
         self.check(engine, memory, [item(self.random(16), 64 * n) for n in (3, 0, 2, 1)])
 

@@ -23,9 +23,8 @@ class Training:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.optimizer = torch.optim.Adam(self.model.parameters(), foreach=False)
-        self.model(torch.randn(3, 2)).sum().backward()
-        self.optimizer.step()
-        binding = LiveState(self.model, [self.optimizer], None)
+        self.train()
+        binding = self.binding = LiveState(self.model, [self.optimizer], None)
         rows = tuple(ParameterRows(name) for name in binding.params)
         self.plan = build_phase(
             binding,
@@ -39,6 +38,10 @@ class Training:
             scalars_capacity=256,
         )
         self.sources = LiveSources(binding, self.plan)
+
+    def train(self) -> None:
+        self.model(torch.randn(3, 2)).sum().backward()
+        self.optimizer.step()
 
     @property
     def weight(self) -> nn.Parameter:
@@ -105,6 +108,31 @@ def test_what_was_replaced_is_copied_from_its_new_place(
         found = next(t for n, t in copied.items() if n == name or n == name.removeprefix("buffer/"))
         assert found.data_ptr() == now.data_ptr()
         assert torch.equal(found, now)
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_what_is_replaced_after_copies_were_prepared_is_copied_from_its_new_place(
+    replace: Callable[[Training], tuple[str, Tensor]],
+) -> None:
+    """They are prepared beside training, which goes on meanwhile."""
+    run = Training()
+    run.copied()
+    run.sources = LiveSources(run.binding, run.plan)
+    run.sources.prepare()
+    name, now = replace(run)
+    copied = run.copied()
+    found = next(t for n, t in copied.items() if n == name or n == name.removeprefix("buffer/"))
+    assert found.data_ptr() == now.data_ptr()
+    assert torch.equal(found, now)
+
+
+def test_copies_that_were_prepared_are_those_of_the_top() -> None:
+    run = Training()
+    sources = LiveSources(run.binding, run.plan)
+    items, packed = sources.prepare(), sources.packed_now()
+    split = CopySplit(sources, items, packed, set())
+    run.train()
+    assert split.is_of(sources.items(), sources.packed_now(), set())
 
 
 def test_what_stays_keeps_its_copies_and_their_split() -> None:

@@ -274,6 +274,27 @@ def test_a_binding_finds_live_tensors_by_plain_names() -> None:
     assert export_facts(binding)["aliases"] == {"head.weight": "module.weight"}
 
 
+def test_places_are_the_same_until_a_dictionary_of_the_optimizer_is_another() -> None:
+    linear, norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    model = nn.Sequential(linear, norm)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    binding = LiveState(model, [optimizer], None)
+    places = binding.places()
+    assert places.states["0.weight"] is optimizer.state[linear.weight]
+    held, key = places.buffers["1.running_mean"]
+    assert held[key] is norm.running_mean
+    optimizer.step()
+    assert binding.places() is places
+    optimizer.state[linear.weight] = dict(optimizer.state[linear.weight])
+    assert binding.places(again=False) is places, "nobody has looked"
+    assert binding.places().states["0.weight"] is optimizer.state[linear.weight]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    binding.refresh()
+    assert "extra/0.1.0" in binding.places().states
+
+
 def test_compiling_around_all_is_told_from_compiling_a_part() -> None:
     assert is_compiled(torch.compile(Net(), backend="eager"))  # type: ignore[arg-type]
     part = Net()

@@ -48,7 +48,7 @@ class Run:
             turns=PartialTurns.of(options, operators, 0, 1),
         )
         self.plan = make_plan(binding, operators, inputs)
-        self.found = ExpertSelection(binding, self.plan, captured or {})
+        self.found = ExpertSelection(self.plan, captured or {})
         self.binding, self.every = binding, every
         self.given = {f"{layer}.experts": [0.0] * EXPERTS for layer in range(LAYERS)}
         self.step = 0
