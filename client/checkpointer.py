@@ -377,14 +377,14 @@ class Checkpointer:
         A hint that holds for half a second at most, so that replication cannot starve. Costs about a
         microsecond.
         """
-        table = self._memory.table if self._memory is not None else None
-        if table is not None:
-            table.ask_quiet(True)
+        memory = self._memory
+        if memory is not None:
+            self._pipeline.want_quiet(memory, "user", True)
         try:
             yield
         finally:
-            if table is not None:
-                table.ask_quiet(False)
+            if memory is not None:
+                self._pipeline.want_quiet(memory, "user", False)
 
     # -- boundaries of a pipeline ----------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class Checkpointer:
         return log
 
     def copy_in_bubbles(self, schedule: Any, *, always: bool = False) -> None:
-        """Copy snapshots while this rank's pipeline schedule waits for other stages, on CPU.
+        """Copy snapshots, and send them to peers, while this rank's pipeline waits for other stages, on CPU.
 
         What does not fit there is copied beside training, as without this call; so is everything if the
         schedule has no bubbles, which the log says. Call it once, before the loop; ``close`` undoes it.
@@ -456,10 +456,11 @@ class Checkpointer:
         """
         if self.off:
             return
-        recorder = self._loop.recorder
+        recorder, memory = self._loop.recorder, self._memory
         assert recorder is not None
+        assert memory is not None
         self._cleanup.enter_context(
-            self._pipeline.copy_in_bubbles(schedule, recorder, self._subject.device, always=always)
+            self._pipeline.copy_in_bubbles(schedule, recorder, memory, self._subject.device, always=always)
         )
 
     # -- looking ---------------------------------------------------------------------------------

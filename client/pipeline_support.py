@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class PipelinePart:
         self._logged: frozenset[int] = frozenset()
         self._bubbles: BubbleWatch | None = None
         self._no_bubbles = ""
+        self._wants_quiet: set[str] = set()
         self.log: BoundaryLog | None = None
         self.start: LocalizedStart | None = None
 
@@ -80,10 +82,15 @@ class PipelinePart:
             self._isolated.stand_in_for(stages)
         return undo
 
+    def want_quiet(self, memory: RankMemory, who: str, wanted: bool) -> None:
+        """``who`` wants puts of this node's snapshots to wait, or does not any more."""
+        (self._wants_quiet.add if wanted else self._wants_quiet.discard)(who)
+        memory.table.ask_quiet(bool(self._wants_quiet))
+
     def copy_in_bubbles(
-        self, schedule: Any, recorder: Recorder, device: torch.device, *, always: bool
+        self, schedule: Any, recorder: Recorder, memory: RankMemory, device: torch.device, *, always: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Copy while this schedule waits for other stages; closing the result undoes it.
+        """Copy and put while this schedule waits for other stages; closing the result undoes it.
 
         Raises:
             ValueError: it is no schedule, or copies cannot wait for bubbles by other settings.
@@ -91,7 +98,11 @@ class PipelinePart:
         if self._bubbles is not None:
             raise ValueError("copy_in_bubbles() was called before: one schedule of a rank is watched")
         try:
-            watch = BubbleWatch(schedule, lambda: recorder.copy_window_s)
+            watch = BubbleWatch(
+                schedule,
+                lambda: recorder.copy_window_s,
+                quiet=partial(self.want_quiet, memory, "bubbles"),
+            )
             if device.type != "cpu":
                 raise Unwatchable("a device copies on a stream of its own, and the host is ahead of it")
         except Unwatchable as why:

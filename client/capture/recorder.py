@@ -195,8 +195,8 @@ class Bubbles(Protocol):
     @property
     def bytes_inside(self) -> int: ...
 
-    def top(self) -> None:
-        """The top of a step."""
+    def top(self, *, lagging: bool) -> None:
+        """The top of a step; ``lagging``: a peer lacks more than the newest snapshot."""
 
 
 class Recorder:
@@ -256,6 +256,12 @@ class Recorder:
         return self._provision.plan
 
     @property
+    def _peers_lag(self) -> bool:
+        """True if a peer lacks more than the newest snapshot, as far as the daemon has said."""
+        every = self.plan.every if self.plan is not None else 1
+        return self._memory.table.ring_hint.behind > every
+
+    @property
     def copy_window_s(self) -> float:
         """From the end of a boundary to the optimizer's step, as a rule; 0: not known yet."""
         return self._pace.copy_window_s
@@ -283,14 +289,14 @@ class Recorder:
         pace = self._pace
         boundary, waited, sealing = pace.boundary_s, pace.wait_s + pace.device_s, pace.sealing_s
         last = pace.top(time.perf_counter())
-        if self._bubbles is not None:
-            self._bubbles.top()
-            self._stats.bubble_bytes = self._bubbles.bytes_inside
         if last is not None:
             self._stats.note_stall(boundary, waited)
             if self._memory.session.connected:
                 self._provision.note(self._reading(last, waited, sealing))
             self._choose_copy_mode(last)
+        if self._bubbles is not None:
+            self._bubbles.top(lagging=self._peers_lag)
+            self._stats.bubble_bytes = self._bubbles.bytes_inside
         self._taken_bytes = 0
         pending = self._pending_gradients()
         if not pending and step != self._counted:  # a boundary that is seen again counts once

@@ -6,6 +6,9 @@ is for ranks that compute on CPU; on a device the host is ahead, and does not kn
 
 ``CopyPacer`` lets the copy thread begin a piece while the rank waits, and holds it while the rank computes,
 as long as the copy can be complete before the optimizer's step (`ckptd.core.bubbles` has the arithmetic).
+
+Puts to peers go in bubbles, too: while the rank computes, it asks its daemon for a quiet network, unless a
+peer lags behind. The daemon holds puts for half a second at most.
 """
 
 from __future__ import annotations
@@ -161,6 +164,7 @@ class BubbleWatch:
 
     Args:
         schedule: of ``torch.distributed.pipelining``.
+        quiet: asks the daemon to let puts to peers wait (True), or takes that back.
     Raises:
         ValueError: it is no such schedule.
         Unwatchable: it has no bubbles, or cannot be watched.
@@ -171,8 +175,10 @@ class BubbleWatch:
         schedule: Any,
         window_s: Callable[[], float],
         clock: Callable[[], float] = time.perf_counter,
+        quiet: Callable[[bool], object] = bool,
     ) -> None:
         self._name, self._clock = type(schedule).__name__, clock
+        self._quiet, self._holds_puts = quiet, False
         self._stages = _stages_of_schedule(schedule)
         self._orders = orders_of(schedule)
         mine = {int(stage.stage_index) for stage in self._stages}
@@ -207,15 +213,32 @@ class BubbleWatch:
                     if hasattr(stage, name):
                         stack.enter_context(layered(stage, name, self._acting(kind_of)))
             stack.enter_context(layered(sys.modules[SCHEDULES], _WAIT, self._waiting))
+            stack.callback(self._hold_puts, False)
             stack.callback(self.pacer.stop)
             yield
 
-    def top(self) -> None:
-        """An iteration begins."""
+    def top(self, *, lagging: bool = False) -> None:
+        """An iteration begins.
+
+        Args:
+            lagging: a peer has too little time for its puts.
+        """
         now = self._clock()
         if self._top_s is not None and self._meter.note(self._gaps[:-1]):
             self._periods.append(self._last_s - self._top_s)
         self._gaps, self._top_s = [0.0], now
+        self._hold_puts(self.pacer.enabled and not lagging and bool(self._usable()))
+
+    def _hold_puts(self, holds: bool) -> None:
+        """From here on puts to peers go in bubbles only, or at any time."""
+        if holds or self._holds_puts:
+            self._quiet(holds)
+        self._holds_puts = holds
+
+    def _bubble(self, is_open: bool) -> None:
+        self.pacer.bubble(is_open)
+        if self._holds_puts:
+            self._quiet(not is_open)
 
     def _acting(self, kind_of: Callable[[dict[str, Any]], ActionKind]) -> Callable[..., Any]:
         def acting(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -239,12 +262,12 @@ class BubbleWatch:
         opens = self.pacer.enabled and number < len(expected) and expected[number] >= _SHORTEST_S
         started = self._clock()
         if opens:
-            self.pacer.bubble(True)
+            self._bubble(True)
         try:
             return below(works)
         finally:
             if opens:
-                self.pacer.bubble(False)
+                self._bubble(False)
             self._gaps[-1] += self._clock() - started
 
     def _usable(self) -> list[float]:

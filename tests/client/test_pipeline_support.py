@@ -1,10 +1,11 @@
-"""What a rank is told before it runs without its neighbours. The rest of `PipelinePart` is played
+"""What a rank is told before it runs without its neighbours, and who wants the network. The rest of `PipelinePart` is played
 by whole jobs.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,3 +38,13 @@ def test_a_stage_that_would_ask_its_neighbours_is_not_run_without_them() -> None
 
 def test_a_stage_that_asks_nobody_may_not_know() -> None:
     assert PipelinePart(Stats()).run_isolated(1, start(), {0: KNOWN, 1: None}) == {0: KNOWN}
+
+
+def test_the_network_is_quiet_as_long_as_anybody_wants_that() -> None:
+    """A bubble in a user's block does not end what the user wants."""
+    part, memory = PipelinePart(Stats()), Mock()
+    wishes = [("user", True), ("bubbles", True), ("bubbles", False), ("bubbles", True), ("user", False)]
+    for who, wanted in (*wishes, ("bubbles", False), ("bubbles", False)):
+        part.want_quiet(memory, who, wanted)
+    asked = [call.args[0] for call in memory.table.ask_quiet.call_args_list]
+    assert asked == [True, True, True, True, True, False, False]

@@ -221,6 +221,45 @@ def test_a_list_that_cannot_be_run_ends_no_training() -> None:
         BubbleWatch(schedule, float)
 
 
+def test_puts_go_while_a_stage_waits_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait from the top on, as soon as bubbles are measured, and as long as no peer lags behind."""
+    clock, asked = Clock(), list[tuple[bool, int]]()
+    alone = Alone(ScheduleGPipe, 0, clock, monkeypatch)
+    watch = BubbleWatch(alone.schedule, float, clock, lambda quiet: asked.append((quiet, len(alone.seen))))
+    # The first stage receives gradients only: it waits before each of its five backwards.
+    in_bubbles = [(True, 0), *((quiet, before) for before in range(5, 10) for quiet in (False, True))]
+    with watch.listening():
+        watch.pacer.enabled = True
+        for lagging, expected in (
+            (False, []),  # nothing is measured yet
+            (False, in_bubbles),
+            (True, [(False, 0)]),
+            (True, []),
+            (False, in_bubbles),
+        ):
+            alone.seen.clear()
+            asked.clear()
+            watch.top(lagging=lagging)
+            alone.step()
+            assert asked == expected
+        asked.clear()
+    assert asked == [(False, 10)]
+
+
+def test_puts_go_at_any_time_where_copies_do_not_wait_for_bubbles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another way to copy is tried, or was faster."""
+    clock, asked = Clock(), list[bool]()
+    alone = Alone(ScheduleGPipe, 0, clock, monkeypatch)
+    watch = BubbleWatch(alone.schedule, float, clock, asked.append)
+    with watch.listening():
+        for enabled in (True, True, False, False):
+            watch.pacer.enabled = enabled
+            watch.top()
+            alone.step()
+        assert asked == [True, *[False, True] * 5, False]
+    assert len(asked) == 12
+
+
 class Copier:
     """A thread that asks for one piece."""
 
