@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptd.core.advice.job_shape import RankShape
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _WINDOWS = 64
+_EVERY = 16  # of partial snapshots: longer intervals lose more than is within the limit
 _NAMED = {
     "CheckFreq's interval": IntervalRule.CHECKFREQ,
     "Gemini's interval": IntervalRule.GEMINI,
@@ -171,9 +173,16 @@ def _windows(
     return {
         "sliding": [window_outlook(rank, conditions, "sliding", w) for w in range(1, longest + 1)],
         "aligned": [window_outlook(rank, conditions, "aligned", w) for w in range(2, longest + 1)],
-        "partial": [partial_outlook(rank, conditions, w, parts=p) for w, p in partial],
-        "selected": [selected_outlook(rank, conditions, w) for w in selected],
+        "partial": [
+            _carried(functools.partial(partial_outlook, rank, conditions, w, parts=p)) for w, p in partial
+        ],
+        "selected": [_carried(functools.partial(selected_outlook, rank, conditions, w)) for w in selected],
     }
+
+
+def _carried(rated: Callable[[int], PolicyOutlook]) -> PolicyOutlook:
+    """With the shortest interval of snapshots that the network carries; if none is, with the first."""
+    return next((found for n in range(1, _EVERY + 1) if not (found := rated(n)).behind), rated(1))
 
 
 def _best_fitting(outlooks: Sequence[PolicyOutlook], memory_bytes: int | None) -> PolicyOutlook | None:

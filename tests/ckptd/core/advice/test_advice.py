@@ -226,14 +226,28 @@ def test_selected_is_rated_where_no_other_rank_has_the_experts() -> None:
     assert uneven["selected"].memory_bytes > uneven["partial"].memory_bytes
 
 
-def test_selected_is_possible_where_turns_lose_too_much() -> None:
-    """The network carries one expert of eight in a snapshot. Taking turns they lose 3.5 iterations."""
+def test_selected_takes_a_window_in_which_turns_lose_too_much() -> None:
+    """In each iteration the network carries one expert of eight: taking turns they lose 3.5 iterations."""
     conditions = Conditions(2.0, 160.0, link_Bps=1e6, network_Bps=875.0)
     rank = replace(MIXED, selectable=True)
-    assert advise(rank, conditions).lossy == ()
-    [found] = advise(rank, replace(conditions, skew=0.25)).lossy
+    assert {str(each.choice) for each in advise(rank, conditions).lossy} == {
+        "partial, W=4, every 2",
+        "selected, W=4, every 2",
+    }
+    found = advise(rank, replace(conditions, skew=0.25)).lossy[0]
     assert str(found.choice) == "selected, W=8"
     assert 0.03 < found.lost_share <= LOST_TOKENS_LIMIT < 3.5 * 2.0 / 167.0
+
+
+@pytest.mark.parametrize(("network_Bps", "every"), [(6e9, 1), (2e9, 3), (1e9, 5)])
+def test_partial_snapshots_are_as_frequent_as_the_network_carries(network_Bps: float, every: int) -> None:
+    """4.2 GiB each: eight experts of a layer on this rank, and one of them in a snapshot."""
+    alone = rank_shape(MODELS["qwen3-30b-a3b"], Layout(16, 1, 16), PRECISIONS["bf16-mixed"])
+    conditions = Conditions(1.0, 600.0, 2e10, network_Bps, restart_s=3.0)
+    found = {each.choice.policy: each for each in advise(alone, conditions).lossy}
+    for policy in ("partial", "selected"):
+        assert found[policy].choice == Choice(policy, 8, every)
+        assert not found[policy].behind
 
 
 def test_where_dense_snapshots_fit_they_need_no_window() -> None:
