@@ -22,6 +22,8 @@ from ckptd.core.slots.slots import SlotState
 from ckptd.errors import DaemonUnavailable, SegmentError
 from ckptd.memory.segment_file import open_segment
 from ckptd.saved import SavedIteration, saved_iterations
+from ckptd.transport.messages import GetPeers, Peers
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import FRESH
 from tests.e2e.compare import differences
@@ -109,7 +111,8 @@ class Strike:
         fired: who did it; None if nobody came there in time.
         forced: what was killed beforehand, so that points of a start are reached.
         also: the daemon that was killed at once, beside.
-        lost_node: the node whose memory was taken, too; "all" where storage has what is needed.
+        lost_node: the node whose memory was taken, too, or as many as there are replicas; "all" where storage
+            has what is needed.
         went_back: iterations lost that had been recoverable a moment before, because a node was lost.
         refused: a start that failed with an error for the injected one.
     """
@@ -180,6 +183,7 @@ class Training:
         self._stack = contextlib.ExitStack()
         self._floor = -1  # the newest iteration that was recoverable before a strike
         self._is_durable = False  # whether storage alone had something to go back to, before a strike
+        self._promised = -1  # `_promise`, before a strike
         self._has_ended = False  # this life, by the campaign itself
         self._resumes_at = -1  # of this life: at least
 
@@ -244,6 +248,19 @@ class Training:
             if whole < wanted:
                 return False
         return True
+
+    def _promise(self) -> int:
+        """The state on which all ranks have agreed, if each has all its copies: as many nodes as there are
+        replicas may be lost at once. Else -1.
+        """
+        found: dict[int, int] = {}
+        for node in self._net.nodes:
+            with contextlib.suppress(DaemonUnavailable), ControlClient(node.endpoint, timeout_s=5) as client:
+                for status in client.ask(GetPeers(), Peers).ranks:
+                    if (status.run, status.kind) == (self._run, "snapshots") and status.wanted:
+                        counted = sum(target.counted for target in status.targets)
+                        found[status.rank] = status.floor if counted == self.round.layout.replicas else -1
+        return min(found.values()) if len(found) == self.round.layout.num_ranks else -1
 
     # -- the job ---------------------------------------------------------------------------------
 
@@ -318,6 +335,7 @@ class Training:
         saved = self._saved()
         before = self._floor = max([self._floor, *(s.iteration for s in saved)])
         self._is_durable = any(s.durable for s in saved)
+        self._promised = self._promise()
         arm(self._plans, plan)
         if not self._fires(strike, FIRES_S if plan.often else 0.1):
             own = "trainers" if plan.process == "trainer" else "a daemon"
@@ -381,9 +399,15 @@ class Training:
             if node.process.pid != strike.fired.pid:  # killed in its start, and started again since
                 node.kill()
             node.process.wait(SOON_S)
-            self._end_ranks()  # some were on it
-            shutil.rmtree(node.segment_dir)
-            strike.lost_node = node.name
+            others = [n for n in self._net.nodes if n is not node]
+            most = self.round.layout.replicas if self._promised >= 0 and not strike.also else 1
+            beside = self._rng.sample(others, self._rng.randrange(most))
+            for other in beside:
+                other.kill()
+            self._end_ranks()  # some were on them
+            for lost in (node, *beside):
+                shutil.rmtree(lost.segment_dir)
+            strike.lost_node = " and ".join(lost.name for lost in (node, *beside))
         elif is_daemon and strike.arm.action == "kill" and self._is_durable and self._rng.random() < 0.3:
             self._end_ranks()
             for node in self._net.nodes:
@@ -471,9 +495,11 @@ class Training:
     def _again(self, strike: Strike | None) -> None:
         """The next life, from another initialisation where there is a state to go back to."""
         if strike is not None and strike.lost_node:
-            best = self._comes_back(0, strike)
+            promised = -1 if strike.lost_node == "all" else self._promised
+            best = self._comes_back(max(0, promised), strike)
             strike.went_back = max(0, self._floor - best)
-            self._floor = best
+            # What is newer than the promise may go until the start: hosts keep no more than is promised.
+            self._floor = best = min(best, promised) if promised >= 0 else best
         else:
             best = self._comes_back(self._floor, strike)
         if best < 0:
