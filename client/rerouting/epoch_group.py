@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,18 +30,34 @@ from ckptd.client.in_process.rank_links import RankLinks
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.cuda.quiet_threads import start_loud, waiting
-from ckptd.restart_line import EndLoop, NextEpoch, TrainerEnd, TrainerSaid
+from ckptd.restart_line import (
+    EPOCH_VARIABLE,
+    EndLoop,
+    NextEpoch,
+    TrainerEnd,
+    TrainerSaid,
+    epoch_and_absent,
+    inherited_line,
+)
 
-__all__ = ["EpochGroup", "EpochLine", "Interrupted", "meet"]
+__all__ = ["OF_CALLS", "EpochGroup", "EpochLine", "EpochSeat", "Interrupted", "meet"]
 
 logger = get_logger(__name__)
 
 _LOOK_S = 0.005
 _LOOK_SLOWLY_S = 0.05
+# For how long the reason of an error may be unknown. On another machine it is known after
+# CKPTD_HOST_SILENCE_S.
+_REASON_S = 20.0
+_TIMEOUT_S = 1800.0  # of connecting, and of each message, as in torch
 
 
 class Interrupted(Exception):
     """Another epoch has begun: what is under way does not count."""
+
+
+OF_CALLS = (RuntimeError, OSError, Interrupted)
+"""What a call of a group raises if another worker has died."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,70 @@ class EpochLine:
         os.environ.update(news.environment)
         self._line.stayed(news.number, ready=True)
         return news
+
+
+class EpochSeat:
+    """This worker's place from one epoch to the next.
+
+    Attributes:
+        first_epoch: that this process began with. In a later one than 0 it is back.
+        absent: ranks without which the current epoch goes on.
+        group: those that are there.
+    Raises:
+        ValueError: there is no host with ``--reroute``.
+    """
+
+    def __init__(self) -> None:
+        line, place = inherited_line(), os.environ.get(EPOCH_VARIABLE, "")
+        if line is None or not place:
+            raise ValueError(
+                "this process has no host that would tell it of lost workers: start it with "
+                "python -m ckptd.host --reroute script.py"
+            )
+        self._end = line
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.first_epoch, self.absent = epoch_and_absent(place)
+        self.group = EpochGroup(self.rank)
+        self._line: EpochLine | None = None
+
+    @property
+    def line(self) -> EpochLine:
+        """To the host."""
+        assert self._line is not None, "take() comes first"
+        return self._line
+
+    def take(self) -> None:
+        """Tell the host that this worker could come to another epoch; `enter` comes next."""
+        self._line = EpochLine(self._end, self.first_epoch)
+
+    def epoch_after(self, error: BaseException) -> NextEpoch:
+        """The epoch that begins because of what has caused this error, too; else the error is raised."""
+        news = self.line.next_epoch(_REASON_S)
+        if not isinstance(news, NextEpoch):
+            raise error
+        return news
+
+    def enter(self, news: NextEpoch | EndLoop | None, settle: Callable[[EpochGroup], None]) -> None:
+        """Take part in an epoch, or in a later one; None: the one that this process began with.
+
+        Args:
+            settle: comes to a common state with all that are there.
+        """
+        while True:
+            if news is not None:
+                logger.info("rank %d: epoch %d", self.rank, self.line.epoch)
+                _, self.absent = epoch_and_absent(os.environ[EPOCH_VARIABLE])
+                self.group = EpochGroup(self.rank)
+            if self.rank in self.absent:  # the others do not know yet that this worker is back
+                news = self.line.next_epoch()
+                continue
+            present = sorted(set(range(self.world_size)) - self.absent)
+            try:
+                self.group = meet(self.line, self.rank, present, _TIMEOUT_S)
+                settle(self.group)
+                return
+            except OF_CALLS as error:
+                news = self.epoch_after(error)
 
 
 def meet(line: EpochLine, rank: int, present: Sequence[int], timeout_s: float) -> EpochGroup:

@@ -16,7 +16,6 @@ Source: SlipStream (arXiv:2405.14009), of which the abstract was available: what
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,23 +29,18 @@ from torch.distributed.pipelining import PipelineStage
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.rerouted_stage import MicroBatch, ReroutedStage
-from ckptd.client.rerouting.epoch_group import EpochGroup, EpochLine, Interrupted, meet
+from ckptd.client.rerouting.epoch_group import OF_CALLS, EpochGroup, EpochSeat
 from ckptd.client.rerouting.stage_state import StageState
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker
 from ckptd.core.reroute.reroute_plan import ReroutePlan, plan_reroute
 from ckptd.errors import ElasticError
-from ckptd.restart_line import EPOCH_VARIABLE, EndLoop, NextEpoch, epoch_and_absent, inherited_line
+from ckptd.restart_line import EndLoop
 
 __all__ = ["ReroutedTraining"]
 
 logger = get_logger(__name__)
 
-# What a call raises if another worker has died; and for how long the reason may be unknown. On another
-# machine it is known after CKPTD_HOST_SILENCE_S.
-_OF_CALLS = (RuntimeError, OSError, Interrupted)
-_REASON_S = 20.0
-_TIMEOUT_S = 1800.0  # of connecting, and of each message, as in torch
 _UNKNOWN = -1  # the iterations of a worker that has come back: it has no state yet
 _SIZE, _STATE = 0, 1  # tags
 
@@ -89,16 +83,10 @@ class ReroutedTraining:
         seed: int = 0,
         plan: Callable[[PipelineGrid], ReroutePlan] = plan_reroute,
     ) -> None:
-        line, place = inherited_line(), os.environ.get(EPOCH_VARIABLE, "")
-        if line is None or not place:
-            raise ValueError(
-                "this process has no host that would tell it of lost workers: start it with "
-                "python -m ckptd.host --reroute script.py"
-            )
-        self.rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        stages = grid.stages
-        if grid.pipelines * stages != world_size:
-            raise ValueError(f"{grid.pipelines} pipelines of {stages} stages are not {world_size} ranks")
+        self._seat = seat = EpochSeat()
+        self.rank, stages = seat.rank, grid.stages
+        if grid.pipelines * stages != seat.world_size:
+            raise ValueError(f"{grid.pipelines} pipelines of {stages} stages are not {seat.world_size} ranks")
         if grid.failed:
             raise ValueError(f"{len(grid.failed)} workers are missing in the grid: pass one with all of them")
         self._grid = grid
@@ -110,18 +98,17 @@ class ReroutedTraining:
         self.stage = stage
         self._runner = ReroutedStage(stage, ranks, loss_fn, seed=seed, me=self.rank)
         self._state, self._optimizer = StageState(module, optimizer, state), optimizer
-        epoch, self._absent = epoch_and_absent(place)
-        self._agreed = epoch
+        self._agreed = seat.first_epoch
         self._top: dict[str, Any] | None = None  # generators
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last step: state, generators
-        self.done = 0 if epoch == 0 else _UNKNOWN
-        self._group = EpochGroup(self.rank)
-        self._line = EpochLine(line, epoch)
+        self.done = 0 if seat.first_epoch == 0 else _UNKNOWN
+        seat.take()
+        self._line = seat.line
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks whose work others do now."""
-        return tuple(sorted(self._absent))
+        return tuple(sorted(self._seat.absent))
 
     def iterations(
         self,
@@ -144,23 +131,23 @@ class ReroutedTraining:
             ElasticError: a stage has no worker left.
             RuntimeError: of gloo, if no loss of another worker explains it; the worker should end.
         """
-        self._enter(None)
+        self._seat.enter(None, self._settle)
         while True:
             if self.done == total:
                 self._line.say("finished")
                 news = self._line.next_epoch()
                 if isinstance(news, EndLoop):
                     return
-                self._enter(news)
+                self._seat.enter(news, self._settle)
                 continue
             try:
                 losses = self._iterate(inputs, targets)
-            except _OF_CALLS as error:
-                self._enter(self._epoch_after(error))
+            except OF_CALLS as error:
+                self._seat.enter(self._seat.epoch_after(error), self._settle)
                 continue
             yield self.done - 1, losses
             if self._agreed > self._line.epoch:  # all know of it, and are here
-                self._enter(self._line.next_epoch())
+                self._seat.enter(self._line.next_epoch(), self._settle)
 
     def _iterate(
         self,
@@ -169,7 +156,7 @@ class ReroutedTraining:
     ) -> dict[MicroBatch, Tensor]:
         self._top = capture_rng()
         self._runner.begin(self.done)
-        told, everyone = self._group.begin_gather([self._line.heard()])
+        told, everyone = self._seat.group.begin_gather([self._line.heard()])
         losses = self._runner.run(
             self._plan(), partial(inputs, self.done), partial(targets, self.done), epoch=self._line.epoch
         )
@@ -183,51 +170,27 @@ class ReroutedTraining:
         return losses
 
     def _plan(self) -> ReroutePlan:
-        if self._absent not in self._plans:
+        absent = self._seat.absent
+        if absent not in self._plans:
             plan = self._plan_of(self._grid_now)
             logger.info("rank %d: iteration %d: %s", self.rank, self.done, plan.reason)
-            self._plans[self._absent] = plan
-        return self._plans[self._absent]
+            self._plans[absent] = plan
+        return self._plans[absent]
 
     @property
     def _grid_now(self) -> PipelineGrid:
-        return replace(self._grid, failed=frozenset(self._worker(rank) for rank in self._absent))
+        return replace(self._grid, failed=frozenset(self._worker(rank) for rank in self._seat.absent))
 
     def _worker(self, rank: int) -> Worker:
         return Worker(*divmod(rank, self._grid.stages))
 
     # -- from one epoch to the next ---------------------------------------------------------------
 
-    def _epoch_after(self, error: BaseException) -> NextEpoch:
-        """The epoch that begins because of what has caused this error, too; else the error is raised."""
-        news = self._line.next_epoch(_REASON_S)
-        if not isinstance(news, NextEpoch):
-            raise error
-        return news
-
-    def _enter(self, news: NextEpoch | EndLoop | None) -> None:
-        """Take part in an epoch, or in a later one; None: the one that this process began with."""
-        while True:
-            if news is not None:
-                logger.info("rank %d: epoch %d", self.rank, self._line.epoch)
-                _, self._absent = epoch_and_absent(os.environ[EPOCH_VARIABLE])
-                self._group = EpochGroup(self.rank)
-            if self.rank in self._absent:  # the others do not know yet that this worker is back
-                news = self._line.next_epoch()
-                continue
-            present = sorted(set(range(self._grid.pipelines * self._grid.stages)) - self._absent)
-            try:
-                self._group = meet(self._line, self.rank, present, _TIMEOUT_S)
-                self._settle()
-                return
-            except _OF_CALLS as error:
-                news = self._epoch_after(error)
-
-    def _settle(self) -> None:
+    def _settle(self, group: EpochGroup) -> None:
         """All come to the same iteration's top, and those that are back get their state."""
         self._agreed = self._line.epoch
-        self._runner.use(self._group.group, self._group.numbers)
-        done = {rank: number for rank, (number,) in self._group.gather([self.done]).items()}
+        self._runner.use(group.group, group.numbers)
+        done = {rank: number for rank, (number,) in group.gather([self.done]).items()}
         keepers = {rank: number for rank, number in done.items() if number != _UNKNOWN}
         self._check_stages(keepers)
         top = min(keepers.values())
@@ -237,10 +200,10 @@ class ReroutedTraining:
             keeper = next(k for k in sorted(keepers) if self._worker(k).stage == self._worker(rank).stage)
             if self.rank == keeper:
                 packed = self._state.pack()
-                self._group.send(torch.tensor([len(packed)]), rank, _SIZE)
-                self._group.send(packed, rank, _STATE)
+                group.send(torch.tensor([len(packed)]), rank, _SIZE)
+                group.send(packed, rank, _STATE)
             elif self.rank == rank:
-                self._take_state(keeper)
+                self._take_state(group, keeper)
                 self.done = top
                 logger.info("rank %d: has its state from rank %d: iteration %d", rank, keeper, top)
 
@@ -266,11 +229,11 @@ class ReroutedTraining:
             restore_rng(self._top)
         self._optimizer.zero_grad()
 
-    def _take_state(self, keeper: int) -> None:
+    def _take_state(self, group: EpochGroup, keeper: int) -> None:
         size = torch.zeros(1, dtype=torch.int64)
-        self._group.receive(size, keeper, _SIZE)
+        group.receive(size, keeper, _SIZE)
         packed = torch.zeros(int(size), dtype=torch.uint8)
-        self._group.receive(packed, keeper, _STATE)
+        group.receive(packed, keeper, _STATE)
         self._state.unpack(packed)
 
 
