@@ -419,7 +419,8 @@ class Reserve(Struct, frozen=True, tag=True):
 
 
 class ReserveBeside(Struct, frozen=True, tag=True):
-    """Like `Reserve`, for an auxiliary segment (boundary log or parked state), as the descriptor says.
+    """Like `Reserve`, for an auxiliary segment (boundary log, parked state, backup of KV), as the descriptor
+    says.
 
     A message of its own, so that a daemon that knows only snapshots refuses it.
     """
@@ -559,6 +560,7 @@ class Attached(Struct, frozen=True, tag=True):
             it is uploaded.
         logs: the rank's boundary logs, oldest generation first.
         parked: its parked states, oldest generation first.
+        kv: its backups of a server's KV, oldest generation first.
         notes: what this node has of the job that the rank does not get.
         failure_ago_s: for how long the daemon has known that a trainer of the run on this node was dead, the
             first one at the last failure; -1: it knows of no failure since it was started.
@@ -576,6 +578,7 @@ class Attached(Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
     failure_ago_s: float = -1.0
     others_ended_ago_s: float = -1.0
+    kv: tuple[SegmentInfo, ...] = ()
 
 
 class Reserved(Struct, frozen=True, tag=True):

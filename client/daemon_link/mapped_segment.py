@@ -282,16 +282,17 @@ class SlotFile:
 
     Args:
         kind: what it must hold.
+        shared: mapped for writing, too: all ranks of a node write to the same slot of this kind.
     Raises:
         SegmentError: it holds something else, or is no segment.
         OSError: it cannot be opened, or is neither this user's nor the daemon's.
     """
 
-    def __init__(self, path: Path, kind: Kind) -> None:
+    def __init__(self, path: Path, kind: Kind, *, shared: bool = False) -> None:
         self.path = path
-        fd = open_file(path, os.O_RDONLY, trusted_users())
+        fd = open_file(path, os.O_RDWR if shared else os.O_RDONLY, trusted_users())
         try:
-            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_READ)
         finally:
             os.close(fd)
         self._buffer = memoryview(self._map)
@@ -308,6 +309,10 @@ class SlotFile:
     @property
     def num_slots(self) -> int:
         return self._geometry.num_slots
+
+    def slot(self, index: int) -> memoryview:
+        """All bytes of a slot, whatever its state is."""
+        return slot_view(self._buffer, self._geometry, index)
 
     @property
     def ring_hint(self) -> RingHint:

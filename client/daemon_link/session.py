@@ -91,7 +91,7 @@ class Session(DaemonConnection):
         find_endpoint, attach, version, check: see `DaemonConnection`.
         listener: owns the session.
     Attributes:
-        segments, logs, parked: this rank's segments, as the daemon last listed them.
+        segments, logs, parked, kv: this rank's segments, as the daemon last listed them.
         failure_ago_s, others_ended_ago_s: as in `Attached`, at the last attach.
         replicated, durable: as in the last `Pong`, about once a second.
     Raises:
@@ -127,6 +127,7 @@ class Session(DaemonConnection):
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
         self.parked: tuple[SegmentInfo, ...] = ()
+        self.kv: tuple[SegmentInfo, ...] = ()
         self.available_bytes = 0
         self.notes: tuple[str, ...] = ()
         self.open_within(timeout_s)
@@ -396,7 +397,7 @@ class Session(DaemonConnection):
         """Give back segments that this trainer does not know: the daemon ended before it could answer a
         request for one, or before it heard a `drop`, and has found the segment again.
         """
-        listed = (*attached.segments, *attached.logs, *attached.parked)
+        listed = (*attached.segments, *attached.logs, *attached.parked, *attached.kv)
         found = {segment.generation for segment in listed}
         if self._known is None:  # the first time: all segments are mapped
             self._known = found
@@ -440,7 +441,7 @@ class Session(DaemonConnection):
         self.slack, self.persists = attached.replication_slack, attached.persists
         self.failure_ago_s, self.others_ended_ago_s = attached.failure_ago_s, attached.others_ended_ago_s
         self.segments, self.logs = attached.segments, attached.logs
-        self.parked, self._park_asked = attached.parked, 0
+        self.parked, self.kv, self._park_asked = attached.parked, attached.kv, 0
         self._give_back_unknown(attached)
         self.available_bytes = attached.available_bytes
         self.notes = attached.notes

@@ -24,7 +24,7 @@ Source: FailSafe (arXiv:2511.14116), proactive backup of KV; its abstract was av
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +81,20 @@ class BackupGeometry:
         """How many the quota holds."""
         return self.quota_bytes // self.stripe_bytes
 
+    def check_length(self, request: str, most_tokens: int) -> None:
+        """Check that a request could be backed up as a whole, if it were alone.
+
+        Raises:
+            ValueError: it is longer than the quota.
+        """
+        needed = most_tokens // self.block_tokens
+        if needed > self.stripes:
+            raise ValueError(
+                f"request {request!r} may have {most_tokens} tokens, which are "
+                f"{format_bytes(needed * self.stripe_bytes)} of KV; the quota of the backup is "
+                f"{format_bytes(self.quota_bytes)}: raise it, or serve the request without a backup"
+            )
+
     def check_model(self, model: ServedModel, identity: str) -> None:
         """Check that the backup is one of the model that is served.
 
@@ -130,6 +144,35 @@ class KvBackupIndex:
         self._free = list(range(geometry.stripes - 1, -1, -1))
         self._taken: dict[int, _Stripe] = {}  # by index: all that are not free
 
+    @classmethod
+    def restored(
+        cls, geometry: BackupGeometry, requests: Mapping[str, Sequence[int]], free: Sequence[int]
+    ) -> KvBackupIndex:
+        """An index with the stripes of another one (`stripes_of`, `free`), in which no block is finished yet.
+
+        Raises:
+            ValueError: a stripe is there twice, or missing.
+        """
+        index = cls(geometry)
+        given = [stripe for stripes in requests.values() for stripe in stripes]
+        if sorted([*given, *free]) != list(range(geometry.stripes)):
+            raise ValueError(
+                f"{len(given)} stripes of requests and {len(free)} free ones are not all there are"
+            )
+        index._requests = {name: [_Stripe(stripe) for stripe in own] for name, own in requests.items()}
+        index._free = list(free)
+        index._taken = {each.index: each for own in index._requests.values() for each in own}
+        return index
+
+    def stripes_of(self, request: str) -> tuple[int, ...]:
+        """Numbers of its stripes, in the order of its blocks."""
+        return tuple(stripe.index for stripe in self._stripes(request))
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Stripes that nobody has; the last one is given next."""
+        return tuple(self._free)
+
     @property
     def used_bytes(self) -> int:
         """Of stripes that are not free, also those that wait for the end of a write or a read."""
@@ -151,13 +194,7 @@ class KvBackupIndex:
         """
         if request in self._requests:
             raise self._wrong("it has begun already", request)
-        needed, stripes = most_tokens // self.geometry.block_tokens, self.geometry.stripes
-        if needed > stripes:
-            raise ValueError(
-                f"request {request!r} may have {most_tokens} tokens, which are "
-                f"{format_bytes(needed * self.geometry.stripe_bytes)} of KV; the quota of the backup is "
-                f"{format_bytes(self.geometry.quota_bytes)}: raise it, or serve the request without a backup"
-            )
+        self.geometry.check_length(request, most_tokens)
         self._requests[request] = []
 
     def reserve(self, request: str) -> int | None:

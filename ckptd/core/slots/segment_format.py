@@ -91,15 +91,15 @@ __all__ = [
 ]
 
 
-Kind = Literal["snapshots", "log", "parked"]
-FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked"}
+Kind = Literal["snapshots", "log", "parked", "kv"]
+FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked", "kv": ".kv"}
 RECORD_ENDS = ".run"  # of the file beside them that says who takes part in a run
 REPLICA_ENDS: Mapping[Kind, str] = {"snapshots": ".rep", "log": ".logrep"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(
     r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
     r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
-    r"(?P<end>\.seg|\.boundary|\.parked|~(?P<origin>[0-9a-f]{16})\.(?:log)?rep)"
+    r"(?P<end>\.seg|\.boundary|\.parked|\.kv|~(?P<origin>[0-9a-f]{16})\.(?:log)?rep)"
 )
 _ORIGIN = re.compile(r"[0-9a-f]{16}")
 
@@ -140,7 +140,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def segment_file_name(job: str, run: str, rank: int, generation: int, kind: Kind = "snapshots") -> str:
-    """``<job>~<run>~r<rank>~g<generation>.seg``; ``.boundary`` for a log, ``.parked`` for parked state."""
+    """``<job>~<run>~r<rank>~g<generation>.seg``, or with another end for another kind (`FILE_ENDS`)."""
     return f"{_stem(job, run, rank, generation)}{FILE_ENDS[kind]}"
 
 
@@ -280,6 +280,7 @@ def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
 SEGMENT_MAGIC = b"CKPTDSEG"
 LOG_MAGIC = b"CKPTDLOG"
 PARK_MAGIC = b"CKPTDPRK"
+KV_MAGIC = b"CKPTDKVB"
 FORMAT_VERSION = 2
 SLOTS_ALIGNMENT = 2 << 20  # a huge page
 SLOT_MAGIC = 0x544F4C53
@@ -307,6 +308,7 @@ _MAGICS: Mapping[Kind, bytes] = {
     "snapshots": SEGMENT_MAGIC,
     "log": LOG_MAGIC,
     "parked": PARK_MAGIC,
+    "kv": KV_MAGIC,
 }
 _NO_DIGEST = bytes(16)
 _STEADY_TRIES = 8  # a writer changes a header four times in a fill, which takes milliseconds

@@ -129,7 +129,7 @@ def test_the_record_of_a_run_is_put_back_to_the_byte(folder: Path) -> None:
     assert record.read_bytes() == b"who takes part"
 
 
-@pytest.mark.parametrize(("kind", "end"), [("log", "boundary"), ("parked", "parked")])
+@pytest.mark.parametrize(("kind", "end"), [("log", "boundary"), ("parked", "parked"), ("kv", "kv")])
 def test_what_lies_beside_snapshots_counts_and_is_adopted_and_is_not_found_where_they_are(
     folder: Path, kind: Kind, end: str
 ) -> None:
@@ -187,7 +187,7 @@ def test_what_there_is_of_a_rank_and_of_a_run_follows_what_comes_and_goes(folder
 
 
 @pytest.mark.parametrize("name", ["job~run~r0~g0.seg", "job~run~r0~g0~0123456789abcdef.rep"])
-@pytest.mark.parametrize("kind", ["log", "parked"])
+@pytest.mark.parametrize("kind", ["log", "parked", "kv"])
 def test_another_kind_under_a_name_of_snapshots_is_not_believed(folder: Path, kind: Kind, name: str) -> None:
     log = make_store(folder).create(descriptor(kind=kind), 1, MIB)
     log.path.rename(folder / name)

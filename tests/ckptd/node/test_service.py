@@ -307,9 +307,15 @@ def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
     (rank,) = shown.ranks
     assert rank.suffix == (3, 3)
     assert "parked: iteration 7 (" in daemon_commands.snapshots_text(shown, operators=False)
+    backup = reserve_log(setting, 2, "kv")
+    again = setting.attach(0)
+    assert isinstance(again, m.Attached)
+    assert [info.generation for info in again.kv] == [backup.generation]
+    assert [info.generation for info in again.parked] == [parked.generation]
+    assert setting.peering.holdings("job", "run") == holdings  # it is no state of a run
     status = setting.ask(m.GetStatus())
     assert isinstance(status, m.Status)
-    assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked"]
+    assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked", "kv"]
 
 
 def parked_events(setting: Setting) -> list[str]:

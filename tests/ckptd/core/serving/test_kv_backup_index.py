@@ -192,3 +192,23 @@ def test_calls_out_of_order_are_bugs() -> None:
     index.write(block)
     with pytest.raises(LocalProtocolError, match="written or finished already"):
         index.write(block)
+
+
+def test_an_index_with_the_stripes_of_another_one() -> None:
+    """They are given in the same order as there; what is finished must be said again."""
+    index = KvBackupIndex(geometry(5))
+    for request in ("a", "b"):
+        index.begin(request, 2 * index.geometry.block_tokens)
+        index.reserve(request)
+    index.end("a")
+    index.reserve("b")
+    index.finish(index.write(BlockPlace("b", 0, 0, 0)))
+    again = KvBackupIndex.restored(index.geometry, {"b": index.stripes_of("b")}, index.free)
+    assert (again.requests, again.stripes_of("b"), again.free) == (("b",), index.stripes_of("b"), index.free)
+    assert (index.tokens("b", 0, 0), again.tokens("b", 0, 0)) == (index.geometry.block_tokens, 0)
+    for each in (index, again):
+        each.begin("c", 1)
+        each.reserve("c")
+    assert again.stripes_of("c") == index.stripes_of("c")
+    with pytest.raises(ValueError, match="are not all there are"):
+        KvBackupIndex.restored(index.geometry, {"b": [1, 2]}, [0, 1])

@@ -91,7 +91,9 @@ def test_prologue_is_the_specified_bytes() -> None:
     assert read_prologue(buf) == (geometry, DESCRIPTOR)
 
 
-@pytest.mark.parametrize(("kind", "magic"), [("log", b"CKPTDLOG"), ("parked", b"CKPTDPRK")])
+@pytest.mark.parametrize(
+    ("kind", "magic"), [("log", b"CKPTDLOG"), ("parked", b"CKPTDPRK"), ("kv", b"CKPTDKVB")]
+)
 def test_another_kind_has_a_magic_of_its_own_which_must_agree_with_its_descriptor(
     kind: Kind, magic: bytes
 ) -> None:
@@ -428,7 +430,7 @@ def test_file_names_round_trip(job: str, run: str, rank: int, generation: int) -
     assert parse_segment_file_name(name) == (job, run, rank, generation)
 
 
-@pytest.mark.parametrize(("kind", "end"), [("log", ".boundary"), ("parked", ".parked")])
+@pytest.mark.parametrize(("kind", "end"), [("log", ".boundary"), ("parked", ".parked"), ("kv", ".kv")])
 def test_names_of_one_kind_are_of_that_kind_alone(kind: Kind, end: str) -> None:
     name = segment_file_name("demo", "r1", 3, 2, kind)
     assert name == f"demo~r1~r3~g2{end}"

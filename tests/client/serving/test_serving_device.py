@@ -1,0 +1,195 @@
+"""Requests keep their tokens, to the bit, whichever devices are lost and whenever.
+
+Devices are threads here (`device_threads`); `test_tensor_parallel_server` has processes that are killed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.client.serving.generation import GenerationRequest
+from ckptd.client.serving.serving_device import EngineOptions
+from tests.client.serving.device_threads import ThreadedServer
+from tests.client.serving.tiny_models import greedy, save_tiny
+
+Models = Callable[[str], Path]
+
+REQUESTS = [
+    GenerationRequest(
+        id=f"r{i}",
+        prompt=tuple((7 * i + j) % 61 for j in range(3 + 5 * i)),
+        most=6 + i,
+        temperature=float(i % 2),
+        seed=i,
+        top=9 * (i % 3 == 0),
+    )
+    for i in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model: Models) -> Callable[[str], dict[str, tuple[int, ...]]]:
+    """The answers of one device."""
+
+    @cache
+    def answers(kind: str) -> dict[str, tuple[int, ...]]:
+        server = ThreadedServer(tiny_model(kind), [0])
+        server.serve(REQUESTS)
+        return server.answers
+
+    return answers
+
+
+def test_answers_are_those_of_transformers(tiny_model: Models) -> None:
+    server = ThreadedServer(tiny_model("qwen3_moe"), range(3))
+    cold = [GenerationRequest(id=r.id, prompt=r.prompt, most=r.most) for r in REQUESTS]
+    server.serve(cold)
+    for each in cold:
+        assert list(server.answers[each.id]) == greedy(tiny_model("qwen3_moe"), each.prompt, each.most)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_losses_one_by_one_and_returns(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]], kind: str
+) -> None:
+    """Lost KV comes from the backup but for what is in no whole block; a return costs nothing again."""
+    server = ThreadedServer(tiny_model(kind), range(4), stripes=64)
+    server.serve(REQUESTS, steps=7)
+    for lost in (2, 0, 3):
+        server.lose(lost)
+        server.serve(REQUESTS, steps=1)
+        settled = server.settled[1]
+        assert settled.plan is not None
+        assert settled.plan.lost == (lost,)
+        assert settled.backup_bytes > 0
+        # Of each request: less than a block and what the backup's thread has in hand, or less than a piece.
+        assert settled.recomputed < 8 * len(settled.plan.requests)
+    for back in (0, 3):
+        server.come_back(back)
+        server.serve(REQUESTS, steps=1)
+        assert server.settled[1].recomputed == 0
+        assert server.settled[back].peer_bytes > 0
+    server.serve(REQUESTS)
+    server.close()
+    assert server.answers == undisturbed(kind)
+
+
+def test_without_a_backup_all_is_computed_again(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
+) -> None:
+    server = ThreadedServer(tiny_model("llama"), range(4))
+    server.serve(REQUESTS, steps=5)
+    state = server.devices[0].state
+    assert state is not None
+    computed = sum(each.computed for each in state.open)
+    server.lose(3)
+    server.serve(REQUESTS)
+    assert server.settled[0].recomputed == computed > 0
+    assert server.answers == undisturbed("llama")
+
+
+def _disturbed(folder: Path, seed: int) -> dict[str, tuple[int, ...]]:
+    """Losses and returns at any word, also while others settle."""
+    draw = random.Random(seed)
+    block = draw.choice([1, 2, 4])
+    server = ThreadedServer(
+        folder,
+        range(4),
+        stripes=draw.choice([0, 40, 200]) // block,
+        block_tokens=block,
+        hybrid=draw.random() < 0.7,
+    )
+    for _ in range(draw.randrange(1, 6)):
+        gone = [device for device in range(4) if device not in server.devices]
+        if gone and draw.random() < 0.5:
+            server.come_back(draw.choice(gone))
+        if len(server.devices) > 1:
+            words = draw.randrange(draw.choice([8, 40, 150]))
+            server.serve(REQUESTS, dies=(draw.choice(list(server.devices)), words))
+    server.serve(REQUESTS)
+    server.close()
+    return server.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_losses_at_any_moment(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]], first: int
+) -> None:
+    for seed in range(first, first + 8):
+        found = _disturbed(tiny_model("qwen3_moe"), seed)
+        assert found == undisturbed("qwen3_moe"), f"seed {seed}"
+
+
+def test_damaged_backups_are_computed_again(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
+) -> None:
+    server = ThreadedServer(tiny_model("llama"), range(2), stripes=64)
+    server.serve(REQUESTS, steps=8)
+    for device in server.devices.values():
+        assert device.backup is not None
+        device.backup.drain()
+    assert server.memory is not None
+    for at in range(len(server.memory) // 8, len(server.memory), 97):  # behind the table
+        server.memory[at] ^= 0xFF
+    server.lose(1)
+    server.serve(REQUESTS)
+    backup = server.devices[0].backup
+    assert backup is not None
+    assert backup.damaged > 0
+    assert server.answers == undisturbed("llama")
+    server.close()
+
+
+def test_a_request_without_a_backup_is_served_beside_others(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
+) -> None:
+    server = ThreadedServer(tiny_model("llama"), range(3), stripes=20)
+    own = GenerationRequest(id="own", prompt=REQUESTS[3].prompt, most=8, backed_up=False)
+    server.serve([*REQUESTS, own], steps=5)
+    server.lose(2)
+    server.serve([*REQUESTS, own])
+    backup = server.devices[0].backup
+    assert backup is not None
+    assert backup.index.used_bytes == 0  # all have ended
+    server.close()
+    answers = server.answers
+    assert list(answers.pop("own")) == greedy(tiny_model("llama"), own.prompt, own.most)[0]
+    assert answers == undisturbed("llama")
+
+
+def test_what_is_refused(tiny_model: Models, tmp_path: Path) -> None:
+    server = ThreadedServer(tiny_model("llama"), [0], stripes=3)
+    device = server.devices[0]
+    device.check(GenerationRequest(id="a", prompt=(1,) * 10, most=3))
+    with pytest.raises(ValueError, match="the model has 61"):
+        device.check(GenerationRequest(id="a", prompt=(61,), most=1))
+    save_tiny("llama", tmp_path / "other", seed=4)
+    other = ThreadedServer(tmp_path / "other", [0]).devices[0]
+    backup = device.backup
+    assert backup is not None
+    with pytest.raises(ValueError, match="begin a backup of its own"):
+        other.attach(backup)
+    smaller = ThreadedServer(tiny_model("llama"), [0], block_tokens=2).devices[0]
+    with pytest.raises(ValueError, match="has blocks of 4 tokens, the server of 2"):
+        smaller.attach(backup)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"block_tokens": 0}, "at least 1"),
+        ({"block_tokens": 3, "piece_tokens": 8}, "a multiple of block_tokens, 3"),
+        ({"unit_s": -1.0}, "must not be negative"),
+    ],
+)
+def test_options_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(**given)

@@ -1,0 +1,176 @@
+"""A server of real processes: devices are killed while clients wait for tokens, and come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.client.serving.generation import GenerationRequest
+from ckptd.client.serving.request_front import ServingClient, ServingRefused
+from ckptd.client.serving.tensor_parallel_server import main
+from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.wire import ControlClient
+from tests.ckptd.host.hosting import Hosting, until
+from tests.client.serving.device_threads import ThreadedServer
+from tests.ports import free_port
+
+Models = Callable[[str], Path]
+
+DEVICES = 3
+REQUESTS = [
+    GenerationRequest(
+        id=f"r{i}",
+        prompt=tuple((11 * i + j) % 61 for j in range(9 + 5 * i)),
+        most=150,
+        temperature=float(i % 2),
+        seed=i,
+    )
+    for i in range(3)
+]
+
+
+class Processes:
+    """The server's hosts, and what its devices tell."""
+
+    def __init__(self, folder: Path, model: Path, *options: str) -> None:
+        self.folder, self.events, self.sockets = folder, folder / "events.jsonl", folder / "sockets"
+        self.sockets.mkdir()
+        self._words = [str(model), "--sockets", str(self.sockets), "--events", str(self.events), *options]
+        self._place = {"WORLD_SIZE": f"{DEVICES}", "LOCAL_WORLD_SIZE": f"{DEVICES}"}
+        self._place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+        self._place |= {"GLOO_SOCKET_IFNAME": "lo"}
+        self.hosts = {rank: self._start(rank) for rank in range(DEVICES)}
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        module = "ckptd.client.serving.tensor_parallel_server"
+        with (self.folder / f"host{rank}.log").open("wb") as sink:
+            return subprocess.Popen(
+                [sys.executable, "-m", "ckptd.host", "--reroute", "-m", module, *self._words],
+                cwd=self.folder,
+                env=Hosting(self.folder).environment(**self._place, RANK=f"{rank}"),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
+
+    @property
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("host*.log")))
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        lines = self.events.read_text().splitlines() if self.events.exists() else []
+        return [each for each in map(json.loads, lines) if each["event"] == event]
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        until(lambda: reached() or any(h.poll() for h in self.hosts.values()), what)
+        assert reached(), f"{what}: {self.logs}"
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL the device's process; its host starts another one."""
+        pid = [each["pid"] for each in self.told("settled") if each["rank"] == rank][-1]
+        os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        for host in self.hosts.values():
+            host.terminate()
+        for host in self.hosts.values():
+            host.wait(60)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Processes]]:
+    started: list[Processes] = []
+
+    def begin(*words: Any) -> Processes:
+        started.append(Processes(tmp_path, *words))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.stop()
+
+
+class Clients:
+    """A thread for each request."""
+
+    def __init__(self, folder: Path, requests: Sequence[GenerationRequest]) -> None:
+        self.found: dict[str, list[int]] = {each.id: [] for each in requests}
+        self._client = ServingClient(folder)
+        self._threads = [threading.Thread(target=self._ask, args=(each,)) for each in requests]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, request: GenerationRequest) -> None:
+        for tokens in self._client.generate(request):
+            self.found[request.id] += tokens
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def least(self) -> int:
+        return min(map(len, self.found.values()))
+
+
+@pytest.mark.slow
+def test_devices_are_killed_and_every_request_keeps_its_tokens(
+    tiny_model: Models, endpoint: str, start: Callable[..., Processes]
+) -> None:
+    """One device, then the one that owns the backup's memory; both come back, and the clients see no seam."""
+    server = start(tiny_model("qwen3_moe"), "--backup", "1MiB", "--daemon", endpoint, "--run", "killed")
+    clients = Clients(server.sockets, REQUESTS)
+    for number, victim in enumerate((2, 0), start=1):
+        server.until(lambda number=number: clients.least >= 20 * number, "tokens")  # type: ignore[misc]
+        server.kill(victim)
+        server.until(
+            lambda victim=victim: any(victim in e["absent"] for e in server.told("settled")),  # type: ignore[misc]
+            f"the others go on without {victim}",
+        )
+        server.until(lambda: server.told("settled")[-1]["absent"] == [], "its return")
+    clients.wait()
+    assert all(len(each) == 150 for each in clients.found.values()), server.logs
+    undisturbed = ThreadedServer(tiny_model("qwen3_moe"), [0], piece_tokens=32)
+    undisturbed.serve(REQUESTS)
+    assert {name: tuple(tokens) for name, tokens in clients.found.items()} == undisturbed.answers
+    losses = [each for each in server.told("settled") if each["absent"]]
+    assert sum(each["backup_bytes"] for each in losses) > 0
+    with ControlClient(endpoint) as client:
+        status = client.ask(GetStatus(), Status)
+    assert len([each for each in status.segments if each.run == "killed"]) == 1  # the same memory for all
+    ServingClient(server.sockets).stop()
+    assert [host.wait(60) for host in server.hosts.values()] == [0] * DEVICES, server.logs
+
+
+@pytest.mark.slow
+def test_a_request_that_cannot_be_served_disturbs_nobody(
+    tiny_model: Models, endpoint: str, start: Callable[..., Processes]
+) -> None:
+    server = start(tiny_model("llama"), "--backup", "64KiB", "--daemon", endpoint, "--run", "refused")
+    client = ServingClient(server.sockets)
+    server.until(lambda: bool(list(server.sockets.glob("*.sock"))), "a socket")
+    with pytest.raises(ServingRefused, match="raise it, or serve the request without a backup"):
+        list(client.generate(GenerationRequest(id="long", prompt=(1,) * 30, most=200)))
+    with pytest.raises(ServingRefused, match="the model has 61"):
+        list(client.generate(GenerationRequest(id="strange", prompt=(99,), most=2)))
+    request = GenerationRequest(id="good", prompt=(1, 2, 3), most=9)
+    found = [token for tokens in client.generate(request) for token in tokens]
+    assert len(found) == 9
+    assert [token for tokens in client.generate(request) for token in tokens] == found  # asked again
+    client.stop()
+    assert [host.wait(60) for host in server.hosts.values()] == [0] * DEVICES, server.logs
+
+
+def test_a_process_without_a_host_is_refused(tiny_model: Models, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"start it with python -m ckptd\.host --reroute"):
+        main([str(tiny_model("llama")), "--sockets", str(tmp_path)])
