@@ -5,6 +5,7 @@
 #   make demo-pipeline watch workers of a pipeline being lost and only their stages work again (minutes)
 #   make demo-reroute watch workers of a pipeline being lost for good and the others do their work (minutes);
 #                   REROUTE_FLAGS="--pipelines 3" has twelve workers
+#   make demo-serving watch devices of a tensor-parallel server being killed while clients get their tokens (minutes)
 #   make demo-elastic watch hosts vanish and come, and a training go on with those that there are (minutes)
 #   make test       ruff, mypy, layering contracts, pytest
 #   make gpu        all that needs a CUDA device, the most important first, within 25 minutes; results into bench/results
@@ -49,7 +50,7 @@ GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 REROUTE_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-matrix campaign-habits simulation simulation-mutations fuzz kernel lock dist clean
+.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-serving demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-matrix campaign-habits simulation simulation-mutations fuzz kernel lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -119,6 +120,9 @@ demo-pipeline: $(STAMP)
 
 demo-reroute: $(STAMP)
 	$(BIN)/python -m examples.moe_pipeline.rerouted_demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) $(REROUTE_FLAGS)
+
+demo-serving: $(STAMP)
+	$(BIN)/python -m examples.moe_serving.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 demo-elastic: $(STAMP)
 	$(BIN)/python -m examples.moe_elastic.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
