@@ -24,12 +24,14 @@ A thread copies blocks. Before its request ends, and before a loss is dealt with
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -111,17 +113,20 @@ class KvBackup:
 
     def __init__(self, buffer: memoryview, dtype: torch.dtype, head_dim: int) -> None:
         self.geometry = geometry = geometry_of(buffer)
-        self._dtype, self._shape = dtype, (2, geometry.block_tokens, head_dim)
         shape = (geometry.stripes, geometry.layers, geometry.kv_heads, 2)
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         self._table = np.frombuffer(buffer, np.uint64, count, _HEAD_BYTES).reshape(shape)
-        self._data = np.frombuffer(
-            buffer, np.uint8, geometry.stripes * geometry.stripe_bytes, _data_at(geometry)
-        )
+        self._words = buffer[_HEAD_BYTES : _HEAD_BYTES + count * 8].cast("Q")  # a word is one store
+        self._bytes = buffer[_data_at(geometry) :]
+        self._block_bytes = geometry.block_bytes
+        blocks = (count // 2, 2, geometry.block_tokens, head_dim)
+        self._blocks = torch.frombuffer(
+            buffer, dtype=dtype, count=math.prod(blocks), offset=_data_at(geometry)
+        ).view(blocks)
         self.index = KvBackupIndex(geometry)
         self._tags: dict[int, int] = {}
         self._last_tag = 0
-        self._written: deque[tuple[int, bool]] = deque()
+        self._written: deque[tuple[int, list[tuple[int, int]], list[int]]] = deque()
         self._open = 0
         self._closed = threading.Event()
         self._worker = WorkerThread("ckptd-kv", lambda: None, _failed, self._closed)
@@ -150,13 +155,20 @@ class KvBackup:
         """
         self.drain()
         table = table or StripeTable(free=list(KvBackupIndex(self.geometry).free))
-        self.index = KvBackupIndex.restored(self.geometry, table.stripes, table.free)
         self._tags = dict(table.tags)
         self._last_tag = max(table.last_tag, epoch << _TAG_OF_EPOCH)
-        for request, stripes in table.stripes.items():
-            for number, stripe in enumerate(stripes):
-                for layer, head in np.argwhere(self._table[stripe, :, :, 0] == self._tags[stripe]).tolist():
-                    self.index.finish(self.index.write(BlockPlace(request, number, layer, head)))
+        finished = self._finished([stripe for own in table.stripes.values() for stripe in own])
+        self.index = KvBackupIndex.restored(self.geometry, table.stripes, table.free, finished)
+
+    def _finished(self, stripes: list[int]) -> dict[int, set[tuple[int, int]]]:
+        """Layer and head of the blocks of these stripes that any device has finished."""
+        tags = np.array([self._tags[stripe] for stripe in stripes], np.uint64)
+        there = self._table[stripes, :, :, 0] == tags[:, None, None]
+        every = set(product(range(self.geometry.layers), range(self.geometry.kv_heads)))
+        return {
+            stripe: every if row.all() else set(zip(*(at.tolist() for at in row.nonzero()), strict=True))
+            for stripe, row in zip(stripes, there, strict=True)
+        }
 
     # -- life of a request ------------------------------------------------------------------------
 
@@ -171,7 +183,7 @@ class KvBackup:
                 request; called if there is something to copy.
         """
         self._collect()
-        have = len(self.index.stripes_of(request))
+        have = self.index.blocks_of(request)
         while (have + 1) * self.block_tokens <= computed:
             number = self.index.reserve(request)
             if number is None:
@@ -179,40 +191,46 @@ class KvBackup:
             stripe = self.index.stripes_of(request)[number]
             self._last_tag += 1
             self._tags[stripe] = self._last_tag
-            self._copy(request, number, stripe, heads())
+            self._copy(request, number, heads())
             have += 1
 
-    def _copy(self, request: str, number: int, stripe: int, heads: list[tuple[int, int, Tensor]]) -> None:
-        begin, tag, size = number * self.block_tokens, self._last_tag, self.geometry.block_bytes
-        places = [
-            (self.index.write(BlockPlace(request, number, layer, head)), layer, head, kv)
-            for layer, head, kv in heads
-        ]
-        self._open += len(places)
+    def _copy(self, request: str, number: int, heads: list[tuple[int, int, Tensor]]) -> None:
+        begin, end = number * self.block_tokens, (number + 1) * self.block_tokens
+        tag, places = self._last_tag, [(layer, head) for layer, head, _ in heads]
+        offsets = self.index.write_heads(request, number, places)
+        if not places:
+            return
 
         def copy() -> None:
-            for offset, layer, head, kv in places:
-                whole = False
+            done, failed = [], []
+            for offset, place, (_, _, kv) in zip(offsets, places, heads, strict=True):
+                block = offset // self._block_bytes
                 try:
-                    block = kv[:, begin : begin + self.block_tokens].contiguous().cpu()
-                    page = self._data[offset : offset + size]
-                    page[:] = block.view(torch.uint8).flatten().numpy()
-                    entry = self._table[stripe, layer, head]
-                    entry[1] = xxhash.xxh3_64_intdigest(page.data, seed=tag)
-                    entry[0] = tag
-                    whole = True
-                finally:
-                    self._written.append((offset, whole))
+                    self._blocks[block].copy_(kv[:, begin:end])
+                except RuntimeError as error:  # of a device, say: it is computed again if it is lost
+                    logger.error("KV of request %s was not backed up: %s", request, error)
+                    failed.append(offset)
+                    continue
+                self._words[2 * block + 1] = self._digest(offset, tag)
+                self._words[2 * block] = tag
+                done.append(place)
+            self._written.append((offsets[0], done, failed))
 
+        self._open += 1
         if not self._worker.submit(copy):  # so much is waiting that generation waits, too
             self._worker.call(copy, _DRAIN_S)
         self.copied_blocks += len(places)
-        self.copied_bytes += len(places) * size
+        self.copied_bytes += len(places) * self._block_bytes
+
+    def _digest(self, offset: int, tag: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._bytes[offset : offset + self._block_bytes], seed=tag)
 
     def _collect(self) -> None:
         while self._written:
-            offset, whole = self._written.popleft()
-            self.index.finish(offset, complete=whole)
+            offset, done, failed = self._written.popleft()
+            self.index.finish_heads(offset, done)
+            for each in failed:
+                self.index.finish(each, complete=False)
             self._open -= 1
 
     def drain(self) -> None:
@@ -246,23 +264,23 @@ class KvBackup:
         Returns:
             How many of them are right: all, if no block is damaged.
         """
+        right, numbers = tokens, list[int]()
+        stripes = self.index.stripes_of(request)
         for number, begin in enumerate(range(0, tokens, self.block_tokens)):
             offset = self.index.read(BlockPlace(request, number, layer, head))
-            try:
-                page = self._data[offset : offset + self.geometry.block_bytes].copy()
-            finally:
-                self.index.done(offset)
-            stripe = self.index.stripes_of(request)[number]
-            tag, digest = (int(each) for each in self._table[stripe, layer, head])
-            if tag != self._tags[stripe] or digest != xxhash.xxh3_64_intdigest(page.data, seed=tag):
+            block, tag = offset // self._block_bytes, self._tags[stripes[number]]
+            whole = (self._words[2 * block], self._words[2 * block + 1]) == (tag, self._digest(offset, tag))
+            self.index.done(offset)  # nobody else calls the index meanwhile
+            if not whole:
                 self.damaged += 1
                 where = f"request {request}, tokens from {begin} on, layer {layer}, head {head}"
                 logger.error("the backup of %s is damaged: they are computed again", where)
-                return begin
-            count = min(self.block_tokens, tokens - begin)
-            block = torch.from_numpy(page).view(self._dtype).view(self._shape)
-            into[:, begin : begin + count] = block[:, :count].to(into.device)
-        return tokens
+                right = begin
+                break
+            numbers.append(block)
+        blocks = self._blocks[numbers].transpose(0, 1).flatten(1, 2)
+        into[:, :right] = blocks[:, :right].to(into.device)
+        return right
 
     def close(self) -> None:
         """Copy no more. The memory stays."""

@@ -63,7 +63,7 @@ class EngineOptions:
         unit_s: see `Decoder`.
     """
 
-    block_tokens: int = 4
+    block_tokens: int = 8
     piece_tokens: int = 32
     hybrid: bool = True
     ordered: bool = True
@@ -256,11 +256,12 @@ class ServingDevice:
         layout, name = self.state.layout, each.request.id
 
         def heads() -> list[tuple[int, int, Tensor]]:
+            homes, mine = each.homes, self.device
             return [
                 (layer, head, self.cache.head(name, layer, head))
-                for layer in range(self.model.layers)
-                for head in range(self.model.kv_heads)
-                if layout.heads.holder(layer, head, each.homes) == self.device
+                for layer, owners in enumerate(layout.heads.owners)
+                for head, owner in enumerate(owners)
+                if (homes[-1 - owner] if owner < 0 else owner) == mine
             ]
 
         self.backup.back_up(name, each.computed, heads)

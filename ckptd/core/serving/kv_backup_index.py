@@ -24,7 +24,7 @@ Source: FailSafe (arXiv:2511.14116), proactive backup of KV; its abstract was av
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -140,16 +140,23 @@ class KvBackupIndex:
 
     def __init__(self, geometry: BackupGeometry) -> None:
         self.geometry = geometry
+        self._stripe_bytes, self._block_bytes = geometry.stripe_bytes, geometry.block_bytes
         self._requests: dict[str, list[_Stripe]] = {}
         self._free = list(range(geometry.stripes - 1, -1, -1))
         self._taken: dict[int, _Stripe] = {}  # by index: all that are not free
 
     @classmethod
     def restored(
-        cls, geometry: BackupGeometry, requests: Mapping[str, Sequence[int]], free: Sequence[int]
+        cls,
+        geometry: BackupGeometry,
+        requests: Mapping[str, Sequence[int]],
+        free: Sequence[int],
+        finished: Mapping[int, Iterable[tuple[int, int]]] | None = None,
     ) -> KvBackupIndex:
-        """An index with the stripes of another one (`stripes_of`, `free`), in which no block is finished yet.
+        """An index with the stripes of another one (`stripes_of`, `free`).
 
+        Args:
+            finished: layer and head of the finished blocks of stripes; None: there are none.
         Raises:
             ValueError: a stripe is there twice, or missing.
         """
@@ -159,7 +166,11 @@ class KvBackupIndex:
             raise ValueError(
                 f"{len(given)} stripes of requests and {len(free)} free ones are not all there are"
             )
-        index._requests = {name: [_Stripe(stripe) for stripe in own] for name, own in requests.items()}
+        found = finished or {}
+        index._requests = {
+            name: [_Stripe(stripe, finished=set(found.get(stripe, ()))) for stripe in own]
+            for name, own in requests.items()
+        }
         index._free = list(free)
         index._taken = {each.index: each for own in index._requests.values() for each in own}
         return index
@@ -167,6 +178,10 @@ class KvBackupIndex:
     def stripes_of(self, request: str) -> tuple[int, ...]:
         """Numbers of its stripes, in the order of its blocks."""
         return tuple(stripe.index for stripe in self._stripes(request))
+
+    def blocks_of(self, request: str) -> int:
+        """How many stripes it has."""
+        return len(self._stripes(request))
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -220,6 +235,37 @@ class KvBackupIndex:
             raise self._wrong("the block is written or finished already", block.request, block)
         stripe.written.add(at)
         return self._offset(stripe, block)
+
+    def write_heads(self, request: str, number: int, heads: Collection[tuple[int, int]]) -> list[int]:
+        """As `write`, for blocks of the same tokens in several heads (layer, head): their offsets.
+
+        Raises:
+            LocalProtocolError: as `write`, and then none of them is written.
+        """
+        stripe, given = self._stripe(BlockPlace(request, number, 0, 0)), set(heads)
+        layers, width = self.geometry.layers, self.geometry.kv_heads
+        if len(given) < len(heads) or not all(
+            0 <= layer < layers and 0 <= head < width for layer, head in given
+        ):
+            raise self._wrong("a head is named twice, or the model has none of its number", request)
+        if twice := given & (stripe.written | stripe.finished):
+            raise self._wrong(f"blocks {sorted(twice)} are written or finished already", request)
+        stripe.written |= given
+        first, step = stripe.index * self._stripe_bytes, self._block_bytes
+        return [first + (layer * width + head) * step for layer, head in heads]
+
+    def finish_heads(self, offset: int, heads: Collection[tuple[int, int]]) -> None:
+        """As `finish`, for complete blocks of the stripe that is at an offset.
+
+        Raises:
+            LocalProtocolError: one of them is not written.
+        """
+        stripe, given = self._taken.get(offset // self._stripe_bytes), set(heads)
+        if stripe is None or not given <= stripe.written:
+            raise self._wrong(f"not all of {len(given)} blocks of the stripe at offset {offset} are written")
+        stripe.written -= given
+        stripe.finished |= given
+        self._free_if_unused(stripe)
 
     def finish(self, offset: int, *, complete: bool = True) -> None:
         """The write of the block at an offset has ended.
@@ -311,12 +357,12 @@ class KvBackupIndex:
 
     def _offset(self, stripe: _Stripe, block: BlockPlace) -> int:
         number = block.layer * self.geometry.kv_heads + block.head
-        return stripe.index * self.geometry.stripe_bytes + number * self.geometry.block_bytes
+        return stripe.index * self._stripe_bytes + number * self._block_bytes
 
     def _at(self, offset: int) -> tuple[_Stripe | None, tuple[int, int]]:
         """The stripe, if it is not free, and the layer and head at an offset."""
-        index, rest = divmod(offset, self.geometry.stripe_bytes)
-        layer, head = divmod(rest // self.geometry.block_bytes, self.geometry.kv_heads)
+        index, rest = divmod(offset, self._stripe_bytes)
+        layer, head = divmod(rest // self._block_bytes, self.geometry.kv_heads)
         return self._taken.get(index), (layer, head)
 
     def _drop(self, stripe: _Stripe) -> None:

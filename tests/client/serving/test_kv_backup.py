@@ -129,11 +129,14 @@ def test_an_epoch_that_did_not_count_leaves_nothing_behind(devices: tuple[Device
 
 def test_a_block_that_cannot_be_copied_is_absent(devices: tuple[Device, Device]) -> None:
     ours, _ = devices
-    ours.kv[HEADS[2]] = torch.zeros(2, 1, DIM)  # too short
+    ours.kv[HEADS[2]] = torch.zeros(2, 0, DIM)  # there is nothing to copy
     ours.back_up("a", 4)
     ours.backup.drain()
     assert ours.backup.index.tokens("a", *HEADS[0]) == 4
     assert ours.backup.index.tokens("a", *HEADS[2]) == 0
+    assert ours.backup.index.tokens("a", *HEADS[4]) == 4
+    ours.backup.end("a")
+    assert ours.backup.index.used_bytes == 0
 
 
 def test_memory_without_a_backup_is_refused(memory: memoryview) -> None:

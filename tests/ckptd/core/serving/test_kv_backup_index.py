@@ -195,7 +195,7 @@ def test_calls_out_of_order_are_bugs() -> None:
 
 
 def test_an_index_with_the_stripes_of_another_one() -> None:
-    """They are given in the same order as there; what is finished must be said again."""
+    """They are given in the same order as there; what is finished must be said."""
     index = KvBackupIndex(geometry(5))
     for request in ("a", "b"):
         index.begin(request, 2 * index.geometry.block_tokens)
@@ -206,9 +206,41 @@ def test_an_index_with_the_stripes_of_another_one() -> None:
     again = KvBackupIndex.restored(index.geometry, {"b": index.stripes_of("b")}, index.free)
     assert (again.requests, again.stripes_of("b"), again.free) == (("b",), index.stripes_of("b"), index.free)
     assert (index.tokens("b", 0, 0), again.tokens("b", 0, 0)) == (index.geometry.block_tokens, 0)
+    (stripe,) = {*index.stripes_of("b")[:1]}
+    told = KvBackupIndex.restored(
+        index.geometry, {"b": index.stripes_of("b")}, index.free, {stripe: [(0, 0)]}
+    )
+    assert list(told.finished("b")) == list(index.finished("b"))
     for each in (index, again):
         each.begin("c", 1)
         each.reserve("c")
     assert again.stripes_of("c") == index.stripes_of("c")
     with pytest.raises(ValueError, match="are not all there are"):
         KvBackupIndex.restored(index.geometry, {"b": [1, 2]}, [0, 1])
+
+
+def test_blocks_of_several_heads_at_once() -> None:
+    index, again = KvBackupIndex(geometry()), KvBackupIndex(geometry())
+    heads = [
+        (layer, head) for layer in range(index.geometry.layers) for head in range(index.geometry.kv_heads)
+    ]
+    for each in (index, again):
+        each.begin("a", 1)
+        each.reserve("a")
+    offsets = index.write_heads("a", 0, heads[1:])
+    assert offsets == [again.write(BlockPlace("a", 0, *at)) for at in heads[1:]]
+    assert index.write_heads("a", 0, []) == []
+    for wrong in (heads[:2], [heads[0]] * 2, [(0, 99)], [(-1, 0)], [(99, 0)]):
+        with pytest.raises(LocalProtocolError):
+            index.write_heads("a", 0, wrong)
+    index.finish_heads(offsets[0], heads[2:])
+    for offset in offsets[1:]:
+        again.finish(offset)
+    assert list(index.finished("a")) == list(again.finished("a"))
+    for each in (index, again):
+        each.end("a")
+        assert each.used_bytes > 0  # one is written yet
+    with pytest.raises(LocalProtocolError, match="not all of 2 blocks"):
+        index.finish_heads(offsets[0], heads[1:3])
+    index.finish(offsets[0], complete=False)
+    assert (index.used_bytes, index.blocks_of("a") if "a" in index.requests else 0) == (0, 0)
