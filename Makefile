@@ -138,7 +138,7 @@ demo-ops: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule window scale papers placement dispatch traces agree stall overhead gpu sharing sampling replicas restore replay transport replication recovery recovery_host rendezvous persist logging localized policies reroute; do \
+	@for subject in schedule window scale papers placement dispatch traces agree stall overhead gpu sharing sampling replicas restore replay transport replication recovery recovery_host rendezvous persist logging localized policies reroute serving; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done

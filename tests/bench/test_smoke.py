@@ -125,6 +125,20 @@ SUBJECTS = [
         {"undisturbed_1f1b_24", "ours_24_2", "ours_vs_drop_24_2", "ours_vs_bamboo_24_1", "above_bound_24_1"},
     ),
     (
+        "serving",
+        [
+            *("--rounds", "1", "--prompt", "40", "--requests", "2", "--layers", "1"),
+            *("--steps", "1", "--unit-ms", "0.1"),
+        ],
+        {
+            "failsafe_vs_recompute",
+            "failsafe_vs_restart",
+            "throughput_7_vs_4",
+            "first_minute_lost_3_vs_restart",
+            "backup_cost",
+        },
+    ),
+    (
         "localized",
         ["--rounds", "1", "--stages", "2", "--window", "2", "--micro-batches", "2", "--rows", "1"],
         {
@@ -205,6 +219,7 @@ SLOW = {
     "restore",
     "dispatch",
     "sampling",
+    "serving",
 }
 
 
