@@ -36,6 +36,7 @@ __all__ = ["main"]
 
 WAYS = ("failsafe", "recompute", "restart")
 MINUTE_S = 60.0
+TURNS = 3  # other load only ever slows devices down, whose units last a given time
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt")
     options.add_argument("--requests", type=int, default=8, help="at once")
     options.add_argument("--layers", type=int, default=4)
-    options.add_argument("--steps", type=int, default=8, help="of each throughput")
+    options.add_argument("--steps", type=int, default=4, help="of each turn of a throughput")
     options.add_argument("--unit-ms", type=float, default=3.0, help="of a unit of work, for throughput")
     args = options.parse_args()
     if min(args.prompt, args.requests, args.layers, args.steps, args.rounds) < 1:
@@ -133,12 +134,12 @@ def _alone(model: Path, most_tokens: int | None) -> ServingDevice:
 
 
 def _throughput(model: Path, args: argparse.Namespace) -> dict[str, Metric]:
-    """Tokens per second of n devices, whose units last equally long."""
-    rates = {
-        (n, hybrid): _rate(model, n, args, hybrid=hybrid)
-        for hybrid in (True, False)
-        for n in ((8, 7, 6, 5, 4) if hybrid else (7, 6, 5))
-    }
+    """Tokens per second of n devices, whose units last equally long; of each, the least disturbed of turns."""
+    variants = [(n, True) for n in (8, 7, 6, 5, 4)] + [(n, False) for n in (7, 6, 5)]
+    rates = dict.fromkeys(variants, 0.0)
+    for _ in range(TURNS):
+        for n, hybrid in variants:
+            rates[n, hybrid] = max(rates[n, hybrid], _rate(model, n, args, hybrid=hybrid))
     base = rates[4, True]
     rows = [
         [f"{n}", f"{rates[n, True]:.2f}", f"{rates[n, True] / base:.2f}", f"{n / 4:.2f}", _cyclic(rates, n)]
