@@ -80,8 +80,7 @@ class Training(Runs):
             trainer.previous = -1
             return
         segment = self.own_segments(rank)[-1]
-        hint = self._hint(rank)
-        choice = self._claim(rank, segment, hint)
+        choice = self._claim(rank, segment)
         if choice.index is None:
             self.seen["skipped"] += 1
             trainer.previous = -1
@@ -92,7 +91,7 @@ class Training(Runs):
         self.seen["snapshots"] += 1
         self._fill(rank, segment, choice.index, state)
         self._drop_unneeded(rank)
-        self._maybe_grow(rank, trainer, crowded=self._keeps(hint) and not choice.left)
+        self._maybe_grow(rank, trainer, crowded=self._keeps(self._hint(rank)) and not choice.left)
 
     def _hint(self, rank: int) -> Hint:
         told = [segment.hint for segment in self.own_segments(rank) if segment.hint.span]
@@ -122,10 +121,10 @@ class Training(Runs):
             tip=self.epoch_start if self._returned(rank) else -1,
         )
 
-    def _claim(self, rank: int, segment: Segment, hint: Hint) -> SlotChoice:
+    def _claim(self, rank: int, segment: Segment) -> SlotChoice:
         window = self.trainers[rank].window
         while True:
-            segments = self.own_segments(rank)
+            segments, hint = self.own_segments(rank), self._hint(rank)
             choice = choose_slot(
                 [record for s in segments for record in s.records],
                 window,
