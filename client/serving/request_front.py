@@ -20,7 +20,7 @@ import msgspec
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.serving.generation import GenerationRequest, RequestState
-from ckptd.cuda.quiet_threads import start_quiet
+from ckptd.cuda.quiet_threads import start_loud, waiting
 
 __all__ = ["RequestFront", "ServingClient", "ServingRefused", "socket_of"]
 
@@ -84,7 +84,7 @@ class RequestFront:
         self._socket.bind(os.fspath(path))
         path.chmod(0o600)
         self._socket.listen(_CLIENTS_MAX)
-        start_quiet(self._accept, name="ckptd-front")
+        start_loud(self._accept, name="ckptd-front")
 
     # -- called by the server's loop --------------------------------------------------------------
 
@@ -106,6 +106,8 @@ class RequestFront:
     def close(self) -> None:
         """Take no further requests; clients find another device, or none."""
         self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a close alone does not end an accept
         self._socket.close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
@@ -117,16 +119,19 @@ class RequestFront:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, _ = self._socket.accept()
+                with waiting():
+                    connection, _ = self._socket.accept()
+                    self._clients.acquire()
             except OSError:
                 return  # closed
-            self._clients.acquire()
-            start_quiet(lambda it=connection: self._serve(it), name="ckptd-client")
+            start_loud(lambda it=connection: self._serve(it), name="ckptd-client")
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, connection.makefile("rb") as lines:
-                self._answer(connection, lines.readline(_LINE_MAX))
+                with waiting():
+                    line = lines.readline(_LINE_MAX)
+                self._answer(connection, line)
         except OSError as error:
             logger.info("a client has gone: %s", error)
         finally:
@@ -151,7 +156,8 @@ class RequestFront:
                 self._wanted[request.id] = request  # again, if another client of it has left
                 tokens, done = self._found.get(request.id, ((), False))
                 if len(tokens) <= sent and not done:
-                    self._changed.wait(_WAIT_S)
+                    with waiting():
+                        self._changed.wait(_WAIT_S)
                     continue
             _send(connection, _Reply(tokens=tokens[sent:], done=done))
             sent = max(sent, len(tokens))
@@ -161,7 +167,9 @@ class RequestFront:
 
 
 def _send(connection: socket.socket, reply: _Reply) -> None:
-    connection.sendall(msgspec.json.encode(reply) + b"\n")
+    line = msgspec.json.encode(reply) + b"\n"
+    with waiting():
+        connection.sendall(line)
 
 
 class ServingClient:

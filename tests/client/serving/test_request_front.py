@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -87,3 +88,24 @@ def test_without_a_server_a_client_gives_up(tmp_path: Path) -> None:
         list(client.generate(REQUEST))
     with pytest.raises(TimeoutError, match="no device answers"):
         client.stop()
+
+
+def test_its_threads_hold_up_no_collection_and_end_with_it(
+    fronts: list[RequestFront], tmp_path: Path
+) -> None:
+    """They waited as threads that work beside training do not: nothing was collected while a server lived, and
+    one that was closed left a thread in an accept for ever.
+    """
+    thresholds = gc.get_threshold()
+    assert thresholds[0] < 1 << 20
+    asking = Asking(tmp_path)
+    eventually(lambda: fronts[0].inbox(()) == [REQUEST], "the request")
+    assert gc.get_threshold() == thresholds
+    fronts[0].publish({}, {"a": (5,)})
+    asking.thread.join()
+    for each in fronts:
+        each.close()
+    names = {"ckptd-front", "ckptd-client"}
+    eventually(
+        lambda: not names & {thread.name for thread in threading.enumerate()}, "the end of the threads"
+    )
