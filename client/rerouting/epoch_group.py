@@ -49,6 +49,9 @@ _LOOK_SLOWLY_S = 0.05
 # For how long the reason of an error may be unknown. On another machine it is known after
 # CKPTD_HOST_SILENCE_S.
 _REASON_S = 20.0
+# gloo forgets a send now and then whose connection is cut just then (torch 2.13: `UnboundBuffer::waitSend` is
+# not woken): the call would last as long as its timeout.
+_STUCK_S = 5.0
 _TIMEOUT_S = 1800.0  # of connecting, and of each message, as in torch
 
 
@@ -58,6 +61,13 @@ class Interrupted(Exception):
 
 OF_CALLS = (RuntimeError, OSError, Interrupted)
 """What a call of a group raises if another worker has died."""
+
+
+@dataclass
+class GroupCall:
+    """The call of a group in which this worker is: when it began; None: in none."""
+
+    begun_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,25 +83,34 @@ class EpochGroup:
     numbers: Mapping[int, int] = field(default_factory=dict)
     group: Any = None
     links: RankLinks = field(default_factory=RankLinks)
+    call: GroupCall = field(default_factory=GroupCall)
+
+    def finish(self, work: Any) -> None:
+        """Wait for the end of a call."""
+        self.call.begun_s = time.monotonic()
+        try:
+            work.wait()
+        finally:
+            self.call.begun_s = None
 
     def begin_gather(self, values: Sequence[int]) -> tuple[Any, list[Tensor]]:
-        """Begin to tell all some numbers; what they tell is there, by rank in the group, after ``wait()``."""
+        """Begin to tell all some numbers; what they tell is there, by rank in the group, after `finish`."""
         told = [torch.zeros(len(values), dtype=torch.int64) for _ in self.numbers]
         return self.group.allgather([told], [torch.tensor(values, dtype=torch.int64)]), told
 
     def gather(self, values: Sequence[int]) -> dict[int, list[int]]:
         """What all tell, by rank."""
         work, told = self.begin_gather(values)
-        work.wait()
+        self.finish(work)
         return {rank: told[number].tolist() for rank, number in self.numbers.items()}
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> None:
         """Send a tensor, and wait until it has left."""
-        self.group.send([tensor], self.numbers[rank], tag).wait()
+        self.finish(self.group.send([tensor], self.numbers[rank], tag))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> None:
         """Wait for a tensor."""
-        self.group.recv([tensor], self.numbers[rank], tag).wait()
+        self.finish(self.group.recv([tensor], self.numbers[rank], tag))
 
 
 class EpochLine:
@@ -107,7 +126,7 @@ class EpochLine:
         self._line, self.epoch = line, epoch
         self._news: NextEpoch | None = None
         self._urgent = self._ended = self._silent = False
-        self._links = RankLinks()
+        self._links, self._call, self._cut_s = RankLinks(), GroupCall(), 0.0
         self._told = threading.Condition()
         self.say("ready")
         start_loud(self._listen, name="ckptd-reroute")
@@ -130,23 +149,41 @@ class EpochLine:
                     self._ended = True
                 else:
                     self._news = news
+                    if not (self._urgent or news.at_boundary):
+                        self._cut_s = time.monotonic()
+                        start_loud(self._end_if_stuck, name="ckptd-stuck")
                     self._urgent |= not news.at_boundary
                     if self._urgent:  # before anybody knows why: those of the next epoch are not among them
                         self._links.cut()
                 self._told.notify_all()
 
+    def _end_if_stuck(self) -> None:
+        """End this process if its call has not ended although its connections have."""
+        with waiting():
+            time.sleep(_STUCK_S)
+        with self._told:
+            begun_s = self._call.begun_s
+            since_s = time.monotonic() - max(begun_s or 0.0, self._cut_s)
+            stuck = self._urgent and begun_s is not None and since_s > _STUCK_S / 2
+        if stuck:
+            text = (
+                "a call of gloo goes on although its connections were cut: this process ends, to begin again"
+            )
+            logger.error(text)
+            os._exit(1)
+
     def say(self, word: str, because: str = "") -> None:
         """Tell the host (`TrainerSaid`)."""
         self._line.say(TrainerSaid(word, self.epoch, because))
 
-    def use(self, links: RankLinks) -> None:
-        """The connections of this epoch.
+    def use(self, links: RankLinks, call: GroupCall | None = None) -> None:
+        """The connections of this epoch, and the call in which this worker is.
 
         Raises:
             Interrupted: it is over.
         """
         with self._told:
-            self._links = links
+            self._links, self._call = links, call or GroupCall()
             if self._urgent:
                 raise Interrupted
 
@@ -259,7 +296,7 @@ def meet(line: EpochLine, rank: int, present: Sequence[int], timeout_s: float) -
     if meeting.error is not None:
         raise meeting.error
     assert meeting.found is not None
-    line.use(meeting.found.links)
+    line.use(meeting.found.links, meeting.found.call)
     return meeting.found
 
 

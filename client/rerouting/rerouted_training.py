@@ -160,7 +160,7 @@ class ReroutedTraining:
         losses = self._runner.run(
             self._plan(), partial(inputs, self.done), partial(targets, self.done), epoch=self._line.epoch
         )
-        told.wait()  # so all have made the step before this one
+        self._seat.group.finish(told)  # so all have made the step before this one
         self._agreed = max(int(newest) for newest in everyone)
         before = self._state.copy(), self._top
         self._optimizer.step()

@@ -52,7 +52,7 @@ class GlooDevices:
 
     def gather(self, own: Tensor) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.devices]
-        self._group.group.allgather([rows], [own]).wait()
+        self._group.finish(self._group.group.allgather([rows], [own]))
         return rows
 
     def send(self, tensor: Tensor, device: int, tag: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from ckptd.client.rerouting.epoch_group import EpochGroup, EpochLine, Interrupted, meet
+from ckptd.client.rerouting import epoch_group
+from ckptd.client.rerouting.epoch_group import EpochGroup, EpochLine, GroupCall, Interrupted, meet
 from ckptd.restart_line import (
     EndLoop,
     HostEnd,
@@ -65,6 +67,24 @@ def test_an_epoch_is_heard_and_the_next_one_can_be_offered_at_once(
     line.next_epoch()
     _offer(host, EndLoop())
     assert isinstance(line.next_epoch(), EndLoop)
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_call_that_outlives_its_connections_ends_the_process(
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
+    """gloo forgets a send now and then whose connection is cut just then: a server stood still for a minute,
+    until its host ended the device (`make demo-serving`, 3 of some 100 losses).
+    """
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(epoch_group, "_STUCK_S", 0.2)
+    line, call = EpochLine(trainer, 0), GroupCall(time.monotonic() if stuck else None)
+    line.use(EpochGroup(0).links, call)
+    _offer(host, NextEpoch(1, {}, "rank 1: SIGKILL"))
+    until(lambda: line.heard() == 1, "the news")
+    until(lambda: all(t.name != "ckptd-stuck" for t in threading.enumerate()), "the end of the look")
+    assert ended == ([1] if stuck else [])
 
 
 def test_without_the_host_there_is_no_further_epoch(host: HostEnd, trainer: TrainerEnd) -> None:
