@@ -67,6 +67,11 @@ def _seeded(seed: int) -> Iterator[None]:
         restore_rng(before)
 
 
+def _wait(work: Any) -> None:
+    """For the end of a call of gloo."""
+    work.wait()
+
+
 class ReroutedStage:
     """This rank's stage in a grid of pipelines.
 
@@ -107,6 +112,7 @@ class ReroutedStage:
         self._ranks, self._loss_fn = [list(row) for row in ranks], loss_fn
         self._group: Any = group
         self._numbers: Mapping[int, int] | None = None
+        self.finish: Callable[[Any], object] = _wait
         self._seed, self._exact, self._iteration = seed, exact, 0
         self._params = [p for p in stage.submod.parameters() if p.requires_grad]
         self._chunks: list[MicroBatch] = []  # while a plan is run: whose work the stage's chunks are
@@ -122,14 +128,20 @@ class ReroutedStage:
         """Leave the stage as it was."""
         self._undo.close()
 
-    def use(self, group: Any, numbers: Mapping[int, int]) -> None:
+    def use(
+        self,
+        group: Any,
+        numbers: Mapping[int, int],
+        finish: Callable[[Any], object] = _wait,
+    ) -> None:
         """Go on over another group, of those that are there. What arrives late over the last one is lost.
 
         Args:
             group: of gloo; it need not be known to `torch.distributed`.
             numbers: of ranks in the grid that are in the group: their ranks there.
+            finish: waits for the end of a call of the group.
         """
-        self._group, self._numbers = group, numbers
+        self._group, self._numbers, self.finish = group, numbers, finish
         # The last group may still write to these.
         self.stage.args_recv_info, self.stage.grad_recv_info = {}, {}
         for param in self._params:
@@ -259,7 +271,7 @@ class ReroutedStage:
             works += [self.send(t, (d, stage), tag) for d, ts in out.items() for t in ts]
             for work in works:
                 assert work is not None
-                work.wait()
+                self.finish(work)
 
         sum_parts(
             self._params,
@@ -328,7 +340,7 @@ class _Iteration:
     def finish(self) -> None:
         """Wait until all has been sent."""
         for work in self._leaving:
-            work.wait()
+            self._owner.finish(work)
 
     def _forward(self, each: MicroBatch, chunk: int) -> None:
         self._await(_ACTIVATION, each)
@@ -359,7 +371,7 @@ class _Iteration:
 
     def _await(self, kind: int, each: MicroBatch) -> None:
         for work in self._arriving.pop((kind, each), ()):
-            work.wait()
+            self._owner.finish(work)
 
     def _send(self, kind: int, each: MicroBatch, operations: Sequence[Any], stage: int) -> None:
         for operation in operations:

@@ -40,7 +40,7 @@ from ckptd.restart_line import (
     inherited_line,
 )
 
-__all__ = ["OF_CALLS", "EpochGroup", "EpochLine", "EpochSeat", "Interrupted", "meet"]
+__all__ = ["OF_CALLS", "EpochGroup", "EpochLine", "EpochSeat", "GroupCall", "Interrupted", "meet"]
 
 logger = get_logger(__name__)
 
@@ -49,8 +49,8 @@ _LOOK_SLOWLY_S = 0.05
 # For how long the reason of an error may be unknown. On another machine it is known after
 # CKPTD_HOST_SILENCE_S.
 _REASON_S = 20.0
-# gloo forgets a send now and then whose connection is cut just then (torch 2.13: `UnboundBuffer::waitSend` is
-# not woken): the call would last as long as its timeout.
+# If a connection is cut during a send, gloo may fail to wake its waiter (`UnboundBuffer::waitSend`, seen with
+# torch 2.13): the call then lasts as long as its timeout.
 _STUCK_S = 5.0
 _TIMEOUT_S = 1800.0  # of connecting, and of each message, as in torch
 
@@ -65,7 +65,7 @@ OF_CALLS = (RuntimeError, OSError, Interrupted)
 
 @dataclass
 class GroupCall:
-    """The call of a group in which this worker is: when it began; None: in none."""
+    """When the call began in which this worker waits for its group; None: it waits for none."""
 
     begun_s: float | None = None
 

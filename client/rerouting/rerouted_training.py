@@ -189,7 +189,7 @@ class ReroutedTraining:
     def _settle(self, group: EpochGroup) -> None:
         """All come to the same iteration's top, and those that are back get their state."""
         self._agreed = self._line.epoch
-        self._runner.use(group.group, group.numbers)
+        self._runner.use(group.group, group.numbers, group.finish)
         done = {rank: number for rank, (number,) in group.gather([self.done]).items()}
         keepers = {rank: number for rank, number in done.items() if number != _UNKNOWN}
         self._check_stages(keepers)

@@ -16,33 +16,23 @@ import argparse
 import itertools
 import os
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckptd.demo.lab import MAX_RESTARTS, REPOSITORY, SHARED_CORES, Event, read_events
+from ckptd.demo.lab import Event, read_events
 from ckptd.demo.report import table
+from examples.rerouted_hosts import ReroutedHosts, RunEnded, end_on_sigterm
 
-__all__ = ["GridRun", "Losses", "RunEnded", "draw_times", "main", "plan_victims", "spans"]
+__all__ = ["GridRun", "Losses", "draw_times", "main", "plan_victims", "spans"]
 
-TIMEOUT_S = 900.0
-POLL_S = 0.02
-TAIL_BYTES = 4000
 Batch = tuple[int, int, int]  # iteration, pipeline, number
-
-
-class RunEnded(RuntimeError):
-    """The run ended, or made no progress, when it should have gone on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,100 +62,36 @@ def plan_victims(rng: random.Random, *, pipelines: int, stages: int, iterations:
     return Losses(rng.choice(pairs), (sixth, 2 * sixth), 3 * sixth)
 
 
-@dataclass
-class GridRun:
-    """One run: a host for each rank, followed by the logs of their trainers.
+class GridRun(ReroutedHosts):
+    """One run, followed by the logs of its trainers.
 
     Attributes:
         marks: what was done to it, and when (unix time).
     """
 
-    name: str
-    folder: Path
-    args: argparse.Namespace
-    options: tuple[str, ...] = ()
-    marks: list[tuple[str, float]] = field(default_factory=list)
-    hosts: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    port: int = 0
+    def __init__(
+        self, name: str, folder: Path, args: argparse.Namespace, options: Sequence[str] = ()
+    ) -> None:
+        self.args = args
+        self.marks: list[tuple[str, float]] = []
+        words = ["examples.moe_pipeline.rerouted_train", "--folder", str(folder)]
+        words += ["--stages", f"{args.stages}", "--iterations", f"{args.iterations}"]
+        words += ["--micro-batches", f"{args.micro_batches}", *options]
+        super().__init__(name, folder, args.pipelines * args.stages, words)
 
-    @property
-    def ranks(self) -> range:
-        return range(self.args.pipelines * self.args.stages)
-
-    def start_all(self) -> None:
-        self.folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        for rank in self.ranks:
-            self.start(rank)
-
-    def start(self, rank: int) -> None:
-        count = f"{len(self.ranks)}"
-        place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{self.port}", "GLOO_SOCKET_IFNAME": "lo"}
-        place |= {"CKPTD_RUNTIME_DIR": str(self.folder), "OMP_NUM_THREADS": "1"}
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "ckptd.host", "--reroute", "--max-restarts", MAX_RESTARTS]
-        command += ["-m", "examples.moe_pipeline.rerouted_train", "--folder", str(self.folder)]
-        command += ["--stages", f"{self.args.stages}", "--iterations", f"{self.args.iterations}"]
-        command += ["--micro-batches", f"{self.args.micro_batches}", *self.options]
-        with self._log(rank).open("ab") as sink:
-            self.hosts[rank] = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env={**os.environ, **SHARED_CORES, **place, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL the host; its trainer dies with it, as on a machine that is gone."""
-        self.marks.append((f"rank {rank} is lost", time.time()))
-        self.hosts[rank].send_signal(signal.SIGKILL)
-        self.hosts.pop(rank).wait()
+    def kill(self, rank: int) -> float:
+        at = super().kill(rank)
+        self.marks.append((f"rank {rank} is lost", at))
+        return at
 
     def steps(self, rank: int) -> list[Event]:
         """The iterations that the rank has told of, over all of its lives."""
         events = read_events(self.folder / f"rank-r{rank}.jsonl")
         return [event for event in events if event["event"] == "step"]
 
-    def until(self, reached: Callable[[], bool], what: str) -> None:
-        """Wait for it.
-
-        Raises:
-            RunEnded: a host ended before, or it took too long.
-        """
-        deadline = time.monotonic() + TIMEOUT_S
-        while not reached():
-            ended = [rank for rank, host in self.hosts.items() if host.poll()]
-            if ended or time.monotonic() > deadline:
-                rank = ended[0] if ended else 0
-                raise RunEnded(f"the {self.name} run did not reach {what}; rank {rank}: {self._tail(rank)}")
-            time.sleep(POLL_S)
-
     def after(self, iteration: int) -> None:
         """Wait until this iteration has ended at rank 0."""
         self.until(lambda: any(e["step"] >= iteration for e in self.steps(0)), f"iteration {iteration}")
-
-    def wait(self) -> None:
-        """Until all have ended by themselves.
-
-        Raises:
-            RunEnded: as `until`.
-        """
-        self.until(lambda: all(host.poll() == 0 for host in self.hosts.values()), "its end")
-
-    def stop(self) -> None:
-        """End what still runs: a host ends its trainer on SIGTERM."""
-        for host in self.hosts.values():
-            host.terminate()
-        for host in self.hosts.values():
-            try:
-                host.wait(60)
-            except subprocess.TimeoutExpired:
-                host.kill()
 
     def losses(self) -> dict[Batch, set[float]]:
         """What was told of each micro-batch; an iteration may have come twice."""
@@ -178,12 +104,6 @@ class GridRun:
     def final(self, rank: int) -> dict[str, Any]:
         path = self.folder / f"rank-r{rank}.pt"
         return dict(torch.load(path, weights_only=True)) if path.exists() else {}
-
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"host-r{rank}.log"
-
-    def _tail(self, rank: int) -> str:
-        return self._log(rank).read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
 
 
 def play(run: GridRun, losses: Losses, rng: random.Random, say: Callable[[str], None]) -> None:
@@ -351,4 +271,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     raise SystemExit(main())

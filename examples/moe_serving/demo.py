@@ -30,11 +30,11 @@ from ckptd.units import format_bytes
 from examples.moe_serving.model import Sizes, save_model
 from examples.moe_serving.server_processes import (
     Clients,
-    ServerEnded,
     ServerProcesses,
     tokens_per_s,
     undisturbed_answers,
 )
+from examples.rerouted_hosts import RunEnded, end_on_sigterm
 
 __all__ = ["differences", "main", "requests_of"]
 
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="ckptd-demo-serving-") as scratch:
             problems = play(args, random.Random(args.seed), Path(scratch))
-    except (ServerEnded, ProcessDied) as error:
+    except (RunEnded, ProcessDied) as error:
         print(f"\nFAILED: {error}")
         return 1
     if problems:
@@ -180,4 +180,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     raise SystemExit(main())

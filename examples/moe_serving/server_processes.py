@@ -8,14 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ckptd.client.serving.device_group import ThreadDevices
@@ -23,79 +18,33 @@ from ckptd.client.serving.generation import GenerationRequest
 from ckptd.client.serving.request_front import ServingClient
 from ckptd.client.serving.serving_device import EngineOptions, ServingDevice
 from ckptd.client.serving.weight_files import DeviceWeights, ModelFiles
-from ckptd.demo.lab import MAX_RESTARTS, REPOSITORY, SHARED_CORES, Event, read_events
+from ckptd.demo.lab import Event, read_events
+from examples.rerouted_hosts import TIMEOUT_S, ReroutedHosts
 
-__all__ = ["Clients", "ServerEnded", "ServerProcesses", "tokens_per_s", "undisturbed_answers"]
+__all__ = ["Clients", "ServerProcesses", "tokens_per_s", "undisturbed_answers"]
 
-TIMEOUT_S = 600.0
-POLL_S = 0.01
-TAIL_BYTES = 4000
 MODULE = "ckptd.client.serving.tensor_parallel_server"
 
 
-class ServerEnded(RuntimeError):
-    """The server ended, or made no progress, when it should have gone on."""
-
-
-@dataclass
-class ServerProcesses:
+class ServerProcesses(ReroutedHosts):
     """A host for each device.
 
-    Attributes:
+    Args:
         words: the command line of each process, behind the model.
     """
 
-    folder: Path
-    model: Path
-    devices: int
-    words: Sequence[str] = ()
-    hosts: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    port: int = 0
-
-    @property
-    def sockets(self) -> Path:
-        return self.folder / "sockets"
+    def __init__(self, folder: Path, model: Path, devices: int, words: Sequence[str] = ()) -> None:
+        self._events = folder / "events.jsonl"
+        self.sockets = folder / "sockets"
+        place = ["--sockets", str(self.sockets), "--events", str(self._events)]
+        super().__init__("the server", folder, devices, [MODULE, str(model), *place, *words])
 
     def start_all(self) -> None:
-        self.sockets.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        for rank in range(self.devices):
-            self.start(rank)
-
-    def start(self, rank: int) -> None:
-        count = f"{self.devices}"
-        place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{self.port}", "GLOO_SOCKET_IFNAME": "lo"}
-        place |= {"CKPTD_RUNTIME_DIR": str(self.folder), "OMP_NUM_THREADS": "1"}
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "ckptd.host", "--reroute", "--max-restarts", MAX_RESTARTS]
-        command += ["-m", MODULE, str(self.model), "--sockets", str(self.sockets)]
-        command += ["--events", str(self._events), *self.words]
-        with (self.folder / f"host{rank}.log").open("ab") as sink:
-            self.hosts[rank] = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env={**os.environ, **SHARED_CORES, **place, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def _events(self) -> Path:
-        return self.folder / "events.jsonl"
+        self.sockets.mkdir(parents=True)
+        super().start_all()
 
     def told(self, event: str) -> list[Event]:
         return [each for each in read_events(self._events) if each["event"] == event]
-
-    def kill(self, rank: int) -> float:
-        """SIGKILL the host; its device dies with it, as on a machine that is gone. Returns when (unix time)."""
-        at = time.time()
-        self.hosts[rank].send_signal(signal.SIGKILL)
-        self.hosts.pop(rank).wait()
-        return at
 
     def kill_device(self, rank: int) -> float:
         """SIGKILL the device's process alone: its host starts another one."""
@@ -103,21 +52,6 @@ class ServerProcesses:
         at = time.time()
         os.kill(pid, signal.SIGKILL)
         return at
-
-    def until(self, reached: Callable[[], bool], what: str) -> None:
-        """Wait for it.
-
-        Raises:
-            ServerEnded: a host ended before, or it took too long.
-        """
-        deadline = time.monotonic() + TIMEOUT_S
-        while not reached():
-            ended = [rank for rank, host in self.hosts.items() if host.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                log = self.folder / f"host{(ended or [0])[0]}.log"
-                tail = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
-                raise ServerEnded(f"the server did not reach {what}; {log.name}: {tail}")
-            time.sleep(POLL_S)
 
     def until_absent(self, ranks: Collection[int]) -> None:
         """Wait until it serves without exactly these devices."""
@@ -131,33 +65,10 @@ class ServerProcesses:
         """Have a client say that the server should end, and wait until all hosts have, by themselves.
 
         Raises:
-            ServerEnded: one ended with an error, or it took too long.
+            RunEnded: one ended with an error, or it took too long.
         """
         ServingClient(self.sockets).stop()
-        codes = {rank: host.wait(TIMEOUT_S) for rank, host in self.hosts.items()}
-        if any(codes.values()):
-            raise ServerEnded(f"hosts ended with {codes}")
-
-    def stop(self) -> None:
-        """End what still runs: a host ends its device on SIGTERM."""
-        for host in self.hosts.values():
-            host.terminate()
-        for host in self.hosts.values():
-            try:
-                host.wait(60)
-            except subprocess.TimeoutExpired:
-                host.kill()
-                host.wait()
-        self.hosts.clear()
-
-    @contextmanager
-    def running(self) -> Iterator[ServerProcesses]:
-        """Start all, and end what is left."""
-        try:
-            self.start_all()
-            yield self
-        finally:
-            self.stop()
+        self.wait()
 
 
 class Clients:

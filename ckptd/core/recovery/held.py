@@ -182,7 +182,7 @@ class History:
 
 
 def _is_held(held: Sequence[HeldRecords], iteration: int, epochs: Container[int]) -> bool:
-    """Whether all ranks of which there is anything have a snapshot of this iteration in these epochs."""
+    """Whether each rank of which anything is held has something of this iteration in these epochs."""
     found = {h.rank for h in held for r in h.records if r.iteration == iteration and r.epoch in epochs}
     return bool(found) and found == {h.rank for h in held if h.records}
 
