@@ -28,7 +28,7 @@ from ckptd.core.recovery.recovery_phases import phases_in_metrics
 from ckptd.core.slots.slots import SlotState
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from tests.e2e.job import let_memory_come
+from tests.e2e.patience import let_memory_come
 from tests.option_groups import grouped
 
 AdamW = torch.optim.AdamW

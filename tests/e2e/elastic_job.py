@@ -29,7 +29,7 @@ from ckptd.client.rng_state import capture_rng
 from tests.e2e.elastic_optimizers import OPTIMIZERS, kept_by
 from tests.e2e.elastic_states import joined_shards
 from tests.e2e.elastic_watch import digests, hold_bringing, watch
-from tests.e2e.job import let_them_come, let_what_is_beside_come
+from tests.e2e.patience import let_them_come, let_what_is_beside_come
 
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer

@@ -19,6 +19,7 @@ from ckptd.client import RunOptions, SnapshotOptions
 from ckptd.client.data.position import DataPosition
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
+from tests.e2e.patience import let_memory_come, let_them_come
 
 # Both packages are tested; a process uses one. (The parent of all lives imports none of them: see lives.py.)
 PACKAGE = os.environ.get("CKPTD_TEST_LIGHTNING", "lightning.pytorch")
@@ -115,8 +116,14 @@ class Killer(pl.Callback):  # type: ignore[misc, name-defined]
     copied by then.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, protection: CkptdCallback | None) -> None:
+        self.step, self.protection = step, protection
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        ckpt = self.protection.checkpointer if self.protection is not None else None
+        if trainer.global_step < self.step and ckpt is not None:
+            let_memory_come(ckpt)
+            let_them_come(ckpt)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step + 1:
@@ -177,17 +184,18 @@ def main(argv: Sequence[str]) -> None:
         vars(loop)["DataPosition"] = ForgetsRandomState
     history = History()
     callbacks: list[Any] = [history]
-    if args.kill_at >= 0:
-        callbacks.append(Killer(args.kill_at))
+    protection = None
     if args.daemon:
         # One line more: it is all that a user adds.
-        callbacks.append(
-            CkptdCallback(
-                run=RunOptions(job="e2e", name=args.run),
-                daemon=args.daemon,
-                snapshots=SnapshotOptions(window=4),
-            )
+        protection = CkptdCallback(
+            run=RunOptions(job="e2e", name=args.run),
+            daemon=args.daemon,
+            snapshots=SnapshotOptions(window=4),
         )
+    if args.kill_at >= 0:
+        callbacks.append(Killer(args.kill_at, protection))
+    if protection is not None:
+        callbacks.append(protection)
     trainer = pl.Trainer(
         max_epochs=3,
         accelerator="cpu",

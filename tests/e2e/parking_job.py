@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.rng_state import capture_rng
-from tests.e2e.job import let_them_come
+from tests.e2e.patience import let_them_come
 
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer

@@ -67,7 +67,7 @@ class Trained:
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     from tests.e2e.hf_cases import HF_CASES
-    from tests.e2e.job import let_memory_come, let_them_come
+    from tests.e2e.patience import let_memory_come, let_them_come
 
     case, options = request.param
     folder = tmp_path_factory.mktemp("export")

@@ -69,7 +69,7 @@ from ckptd.client import Certificate, Checkpointer
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.cases import FusedMoE, Job, ListExperts, Model, accumulate_body, loss_of, make
 from tests.e2e.harness import DaemonProcess
-from tests.e2e.job import let_memory_come
+from tests.e2e.patience import let_memory_come
 from tests.option_groups import grouped
 
 Certify = Callable[..., Certificate]

@@ -25,6 +25,7 @@ from ckptd.client.data.position import DataPosition
 from ckptd.client.frameworks.huggingface import CkptdCallback
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
+from tests.e2e.patience import let_memory_come, let_them_come
 
 SAMPLES, LENGTH, VOCABULARY = 22, 12, 64
 
@@ -73,8 +74,14 @@ class Killer(TrainerCallback):  # type: ignore[misc]
     copied by then.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, protection: CkptdCallback | None) -> None:
+        self.step, self.protection = step, protection
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ckpt = self.protection.checkpointer if self.protection is not None else None
+        if state.global_step < self.step and ckpt is not None:
+            let_memory_come(ckpt)
+            let_them_come(ckpt)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
@@ -165,17 +172,18 @@ def main(argv: Sequence[str]) -> None:
         import ckptd.client.frameworks.huggingface as loop
 
         vars(loop)["DataPosition"] = ForgetsRandomState
-    callbacks: list[Any] = [Killer(args.kill_at)]
+    protection = None
     if args.daemon:
         # One line more: it is all that a user adds.
-        callbacks.append(
-            CkptdCallback(
-                refetch=args.refetch,
-                run=RunOptions(job="e2e", name=args.run),
-                daemon=args.daemon,
-                snapshots=SnapshotOptions(window=4),
-            )
+        protection = CkptdCallback(
+            refetch=args.refetch,
+            run=RunOptions(job="e2e", name=args.run),
+            daemon=args.daemon,
+            snapshots=SnapshotOptions(window=4),
         )
+    callbacks: list[Any] = [Killer(args.kill_at, protection)]
+    if protection is not None:
+        callbacks.append(protection)
     length = {"max_steps": 18} if args.data == "stream" else {"num_train_epochs": 3}
     arguments = TrainingArguments(
         output_dir=str(args.out.parent / "hf"),
