@@ -7,6 +7,7 @@ lists that begin with one of these tags:
 
 =====  ==========================================================================================
 ``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
+``m``  set or frozenset of tensors that are captured elsewhere: their references, sorted
 ``d``  dict: pairs of nodes
 ``x``  tensor, whether it requires grad, and its strides if it is not contiguous: a product of
        matrices may have other bits with other strides
@@ -128,8 +129,10 @@ def plain(value: object) -> bool:
     """True if a snapshot can hold this value as it is (``ckptd.client.values``), without any object in it."""
     if type(value) in _VALUES or isinstance(value, np.generic):
         return not (isinstance(value, np.ndarray) and value.dtype.hasobject)
-    if type(value) in (list, tuple, set, frozenset):
+    if type(value) in (list, tuple):
         return all(map(plain, value))  # type: ignore[call-overload]
+    if type(value) in (set, frozenset):  # a tensor in a set is meant itself, not what it contains
+        return all(plain(v) and not isinstance(v, Tensor) for v in value)  # type: ignore[attr-defined]
     if type(value) in _DICTS:
         return all(plain(k) and plain(v) for k, v in value.items())  # type: ignore[attr-defined]
     return isinstance(value, Tensor) and plain_tensor(value)
@@ -234,10 +237,15 @@ class TreeWriter:
             parts = [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
             return ["q", value.maxlen, parts] if kind is deque else ["l" if kind is list else "t", parts]
         if kind in (set, frozenset):
-            if not plain(value):
-                raise NotCapturable(path, f"type {kind.__name__} of objects")
             self._note(value)
-            return ["s", value]
+            if plain(value):
+                return ["s", value]
+            members = [
+                known for v in value if isinstance(v, Tensor) and (known := self._known(v)) is not None
+            ]
+            if len(members) < len(value):
+                raise NotCapturable(path, f"type {kind.__name__} of objects")
+            return ["m", kind is frozenset, sorted(members)]
         if isinstance(value, dict) and (kind in _DICTS or self._was_there(value, path)):
             self._note(value)
             return ["d", [self.pair(k, v, path, depth) for k, v in value.items()]]
@@ -346,11 +354,9 @@ class TreeReader:
             case "g":
                 return _put_generator(node[1], node[2], live)
             case "s":
-                if type(live) is set and type(node[1]) is set:
-                    live.clear()
-                    live.update(node[1])
-                    return live
-                return node[1]
+                return _put_set(node[1], live)
+            case "m":
+                return _put_set((frozenset if node[1] else set)(map(self._known, node[2])), live)
             case "o":
                 if live is not None:
                     self.put_attributes(live, node[1])
@@ -444,6 +450,14 @@ class TreeReader:
         for key, value in kept:
             target.setdefault(key, value)
         return target
+
+
+def _put_set(members: set[Any] | frozenset[Any], live: Any) -> Any:
+    if type(live) is not set or type(members) is not set:
+        return members
+    live.clear()
+    live.update(members)
+    return live
 
 
 def left_alone(node: Any) -> bool:

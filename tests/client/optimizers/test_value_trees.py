@@ -128,6 +128,25 @@ def test_tensors_that_are_captured_elsewhere_are_told_by_name() -> None:
     assert there.by_id == {id(theirs): 2}
 
 
+def test_a_set_of_such_tensors_holds_the_tensors_of_the_new_process() -> None:
+    """Megatron-Core's buckets have a set of their parameters. A copy of one would be no member of it."""
+    param, theirs = torch.ones(2), torch.zeros(2)
+    tree = written(Thing(params={param}, fixed=frozenset({param})), known=param)
+    assert not unlike(tree, written(Thing(params={theirs}, fixed=frozenset({theirs})), known=theirs))
+    into = Thing(params={theirs, torch.ones(1)}, fixed=frozenset())
+    members = into.params
+    read(tree, into, known=theirs)
+    assert into.params is members
+    assert members == {theirs}
+    assert into.fixed == frozenset({theirs})
+    assert read(tree, Thing(), known=theirs).params == {theirs}
+
+
+def test_a_set_of_tensors_that_nothing_else_captures_is_refused() -> None:
+    with pytest.raises(NotCapturable, match=r"seen \(type set of objects\)"):
+        written(Thing(seen={torch.ones(1)}), baseline_of(Thing(seen={1})))
+
+
 def test_generators_go_on_where_they_were() -> None:
     here = Thing(
         torch=torch.Generator().manual_seed(3),
