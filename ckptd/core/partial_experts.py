@@ -132,6 +132,9 @@ def plan_partial(
     peak = max(sizes)
     fits = budget_bytes is None or peak <= budget_bytes
     compared = "" if budget_bytes is None else f", {'fits' if fits else 'does not fit'} {budget_bytes:,}"
+    if budget_bytes is not None and not fits:
+        compared += f"; what every snapshot has, whichever experts it anchors, is {floor:,} bytes"
+        compared += ", so no number of experts fits" if floor >= budget_bytes else ""
     return Schedule(
         window=window,
         phases=tuple(map(tuple, members)),

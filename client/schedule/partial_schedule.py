@@ -36,7 +36,7 @@ def check_experts(operators: Sequence[Operator], options: SnapshotOptions) -> No
     """Check that the model has the experts that the options name.
 
     Raises:
-        ValueError: it has none, or fewer in a layer.
+        ValueError: it has none, or fewer in a layer, or too few for the window.
     """
     of_experts = options.of_experts
     if of_experts is None:
@@ -61,6 +61,11 @@ def check_experts(operators: Sequence[Operator], options: SnapshotOptions) -> No
                 f"experts={of_experts.experts}: {layer} has {here} experts; pass at most as many, or "
                 "num_experts= if other ranks have more of them"
             )
+    if options.window is not None and options.window > total:
+        raise ValueError(
+            f"window={options.window}: {name} has {total} experts, and a snapshot has at least one of them "
+            "(K = E / window); pass at most as many, or num_experts= if other ranks have more of them"
+        )
     if of_experts.persist_experts is not None and of_experts.persist_experts > total:
         raise ValueError(
             f"persist_experts={of_experts.persist_experts}: {name} has {total} experts; pass at most "

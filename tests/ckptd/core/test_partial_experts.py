@@ -122,6 +122,17 @@ class TestSizes:
         assert schedule.phase_bytes == (1607, 1607)
         assert not schedule.fits
         assert "does not fit 1,600" in schedule.reason
+        assert schedule.reason.endswith("whichever experts it anchors, is 1,207 bytes")
+
+    def test_a_budget_below_what_is_always_saved_is_met_by_no_number_of_experts(self) -> None:
+        """Two experts of 500 bytes, of which 100 are always there, and 1,007 bytes of everything else."""
+        for budget, none_fits in ((1207, True), (1208, False)):
+            schedule = plan_partial(
+                costs(1, 2, anchor=500, otherwise=100), [0, 0, 1], 2, fixed_bytes=7, budget_bytes=budget
+            )
+            assert not schedule.fits
+            assert "is 1,207 bytes" in schedule.reason
+            assert ("so no number of experts fits" in schedule.reason) == none_fits
 
 
 @pytest.mark.parametrize("scope", PartialScope)

@@ -63,6 +63,18 @@ def test_what_no_model_can_meet_is_refused(experts: int, partial: dict[str, Any]
         check_experts(operators(experts), options(**partial))
 
 
+def test_a_snapshot_has_at_least_one_expert_of_a_layer() -> None:
+    """A window is K = E / W; a longer one had snapshots without an expert of some layers."""
+    for policy in ("partial", "selected"):
+        check_experts(operators(4), SnapshotOptions(policy=policy, window=4))
+        with pytest.raises(ValueError, match="window=5: 0 has 4 experts, and a snapshot has at least one"):
+            check_experts(operators(4), SnapshotOptions(policy=policy, window=5))
+    more = PartialOptions(num_experts=8)
+    check_experts(operators(4), SnapshotOptions(policy="partial", window=8, partial=more))
+    with pytest.raises(ValueError, match="window=9: 0 has 8 experts"):
+        check_experts(operators(4), SnapshotOptions(policy="partial", window=9, partial=more))
+
+
 def test_k_may_exceed_the_experts_of_one_rank() -> None:
     check_experts(operators(2), options(experts=4, num_experts=8))
 
