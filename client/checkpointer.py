@@ -507,6 +507,8 @@ class Checkpointer:
             window = f"window: {schedule.window} ({schedule.reason})"
             if plan.lossy:
                 window = f"PARTIAL SNAPSHOTS: a recovery loses updates of experts. {window}"
+                if plan.selection_text:
+                    window += f". {plan.selection_text}"
                 if turns := durable_turns(self._options.snapshots, operators):
                     window += f". {durable_text(turns, schedule.window)}"
         head = [

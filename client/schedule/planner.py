@@ -414,6 +414,7 @@ class Planner:
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
         self._bandwidth: float | None = None  # measured once: that takes the training thread some time
+        self._told_turns = False
 
     @property
     def dense(self) -> bool:
@@ -490,8 +491,11 @@ class Planner:
             plan.slot_bytes / 2**20,
             plan.schedule.dense_bytes / 2**20,
             budget / 2**20,
-            plan.schedule.reason,
+            "; ".join(filter(None, (plan.schedule.reason, plan.selection_text))),
         )
+        if plan.selection_text and not plan.selectable and not self._told_turns:
+            self._told_turns = True
+            logger.warning("policy=%r: %s", options.asked, plan.selection_text)
         note_prepared(self._pace, context.stats, started)
         return plan
 

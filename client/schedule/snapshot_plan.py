@@ -144,6 +144,25 @@ class SnapshotPlan:
         """True if a recovery from these snapshots loses updates of experts."""
         return self.scope is not None
 
+    @property
+    def selection_text(self) -> str:
+        """How far experts are selected by tokens at risk, in words; "" if the script asks for turns."""
+        if not self.lossy or self.selection is Selection.TURNS:
+            return ""
+        number = sum(op.expert is not None for op in self.operators)
+        if len(self.selectable) == number:
+            return f"all {number} experts of this rank are selected by tokens at risk"
+        if self.selectable:
+            return (
+                f"{len(self.selectable)} of {number} experts of this rank are selected by tokens at risk; "
+                "those of which other ranks have replicas take turns"
+            )
+        return (
+            "EXPERTS TAKE TURNS, none is selected by tokens at risk: each may have a replica on another "
+            "rank. If none has, pass num_experts= of a whole layer: the number of ranks times the experts on "
+            "each"
+        )
+
     def turns(self, ordinal: int) -> tuple[int, ...]:
         """The experts whose turn the ``ordinal``-th snapshot is."""
         phase = ordinal // self.every % self.schedule.window

@@ -661,6 +661,19 @@ def test_the_training_thread_plans_no_copies_of_selected_experts(
                 assert torch.equal(found, tops[image.iteration][name].view(-1)), (image.iteration, name)
 
 
+@pytest.mark.parametrize("policy", ["partial", "selected", "sliding", "dense"])
+def test_what_loses_updates_says_so_when_it_describes_itself(
+    policy: str, model: MoE, make: Callable[..., Checkpointer]
+) -> None:
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    ckpt = make(model, optimizer, policy=policy, window=None)
+    train(ckpt, model, optimizer, 8)
+    described = ckpt.describe()
+    says_so = "PARTIAL SNAPSHOTS: a recovery loses updates of experts. window: " in described
+    assert says_so == (policy in ("partial", "selected"))
+    assert ("experts of this rank are selected by tokens at risk" in described) == (policy == "selected")
+
+
 class LateEngine(engine.CpuEngine):
     """Plays a device: the training thread does not wait, and of the third copy's error is told when
     the next one has begun.

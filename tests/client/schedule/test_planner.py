@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,6 +176,44 @@ class TestPartial:
         plan = planned(binding, policy="partial", budget_bytes=1000, turns=partial_turns(binding))
         assert plan.schedule.window > 1
         assert len(plan.operators) == 10
+
+    def test_a_budget_below_what_is_always_saved_is_said(self) -> None:
+        """The window is not stretched for it: no window fits."""
+        binding = bound(dense=4)
+        turns = partial_turns(binding)
+        always = planned(binding, policy="partial", window=8, turns=turns).schedule.peak_bytes
+        plan = planned(binding, policy="partial", budget_bytes=always // 4, turns=turns)
+        assert not plan.schedule.fits
+        assert "so no number of experts fits" in plan.schedule.reason
+        assert plan.schedule.window < 8
+
+    @pytest.mark.parametrize(
+        ("world_size", "selection", "num_experts", "told"),
+        [
+            (1, "turns", None, ""),
+            (1, "model", None, "all 8 experts of this rank are selected by tokens at risk"),
+            (2, "layer", 16, "all 8 experts of this rank are selected by tokens at risk"),
+            (2, "model", None, "EXPERTS TAKE TURNS, none is selected by tokens at risk"),
+            (4, "model", 16, "EXPERTS TAKE TURNS, none is selected by tokens at risk"),
+        ],
+    )
+    def test_a_plan_says_whether_experts_are_selected(
+        self, world_size: int, selection: str, num_experts: int | None, told: str
+    ) -> None:
+        """Where they may have replicas they take turns, whatever the script asks for."""
+        binding = bound()
+        turns = replace(
+            partial_turns(binding),
+            options=PartialOptions(selection=selection, num_experts=num_experts),  # type: ignore[arg-type]
+            world_size=world_size,
+        )
+        plan = planned(binding, policy="partial", window=4, turns=turns)
+        assert plan.selection_text.startswith(told)
+        assert bool(plan.selection_text) == bool(told)
+        assert bool(plan.selectable) == told.startswith("all")
+        if plan.selectable:
+            plan.selectable = frozenset(sorted(plan.selectable)[:3])
+            assert plan.selection_text.startswith("3 of 8 experts of this rank are selected")
 
     def test_turns_go_on_where_they_were_when_the_interval_changes(self) -> None:
         binding = bound()
