@@ -274,6 +274,7 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
         "arguments": arguments(advice.best, rank),
         "settings": settings(advice.best),
         "rejected": advice.rejected,
+        "lossy_rejected": advice.lossy_rejected,
         "policies": [
             {
                 "name": name,
@@ -704,7 +705,7 @@ def _text(
         *([_loss_text(best, best.storage)] if best.storage else []),
         *([_replicas_text(advice, best, around.losses)] if around.losses else []),
         *([far] if far else []),
-        *([f"Left out: {advice.rejected}."] if advice.rejected else []),
+        *(f"Left out: {each}." for each in (advice.rejected, advice.lossy_rejected) if each),
         *lossy,
         f"All {'others ' if lossy else 'of these '}are exact. For the best, {_how_to_take(best, rank)}",
     ]

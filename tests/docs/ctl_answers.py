@@ -211,6 +211,7 @@ class Advice(TypedDict):
     arguments: str
     settings: dict[str, int]
     rejected: str
+    lossy_rejected: str
     policies: list[RatedPolicy]
 
 

@@ -59,12 +59,15 @@ class Advice:
         rejected: how many choices do not fit, and why; "" if all do.
         lossy: the best partial and the best selected snapshots whose losses stay within the limit, the better
             first. They are never ``best``.
+        lossy_rejected: why there are no partial or no selected ones, although the rank has experts; "" if
+            there are.
     """
 
     best: PolicyOutlook | None
     others: tuple[tuple[str, PolicyOutlook], ...]
     rejected: str
     lossy: tuple[PolicyOutlook, ...] = ()
+    lossy_rejected: str = ""
 
 
 def interval_by(rule: IntervalRule, rank: RankShape, conditions: Conditions) -> int:
@@ -105,7 +108,9 @@ def advise(
         named += [
             (name, dense_outlook(rank, each, every)) for name, every in _named_intervals(rank, each).items()
         ]
-    lossy = [_best_fitting(rated.pop(policy), memory_bytes) for policy in LOSSY]
+    inexact = {policy: rated.pop(policy) for policy in LOSSY}
+    lossy = {policy: _best_fitting(outlooks, memory_bytes) for policy, outlooks in inexact.items()}
+    without = {policy: outlooks for policy, outlooks in inexact.items() if outlooks and not lossy[policy]}
     everything = [each for outlooks in rated.values() for each in outlooks]
     too_large = [] if memory_bytes is None else [e for e in everything if e.memory_bytes > memory_bytes]
     bests = [(policy, _best_fitting(outlooks, memory_bytes)) for policy, outlooks in rated.items()]
@@ -116,7 +121,8 @@ def advise(
         best,
         _once([*fitting, *_best_named(named)], best),
         _rejected(everything, too_large, memory_bytes),
-        tuple(sorted((each for each in lossy if each is not None), key=lambda each: -each.ettr)),
+        tuple(sorted((each for each in lossy.values() if each is not None), key=lambda each: -each.ettr)),
+        "; ".join(_none_fits(rank, policy, found, memory_bytes) for policy, found in without.items()),
     )
 
 
@@ -290,6 +296,25 @@ def _rejected(
             f"{format_bytes(least)})"
         )
     return "; ".join(reasons)
+
+
+def _none_fits(
+    rank: RankShape, policy: str, outlooks: Sequence[PolicyOutlook], memory_bytes: int | None
+) -> str:
+    """Why no choice of a policy that loses updates fits; with what its snapshots have besides experts."""
+    behind = sum(each.behind for each in outlooks)
+    too_large = sum(memory_bytes is not None and each.memory_bytes > memory_bytes for each in outlooks)
+    losing = sum(each.lost_share > LOST_TOKENS_LIMIT for each in outlooks)
+    always = sum(op.anchor_bytes for op in rank.operators if op.kind is not OperatorKind.EXPERT)
+    reasons = [
+        f"{behind} send more than the network carries, also every {_EVERY} iterations" if behind else "",
+        f"{too_large} need more than {format_bytes(memory_bytes or 0)} of memory" if too_large else "",
+        f"{losing} lose more than {LOST_TOKENS_LIMIT:.2%} of all updates" if losing else "",
+    ]
+    return (
+        f"no {policy} snapshots, which have {format_bytes(always)} besides experts: of {len(outlooks)} "
+        f"choices {', '.join(filter(None, reasons))}"
+    )
 
 
 def arguments(outlook: PolicyOutlook, rank: RankShape) -> str:

@@ -322,6 +322,15 @@ def test_what_cannot_be_is_refused(
     assert message in asked(capsys, *words, code=2)
 
 
+def test_a_network_that_carries_no_partial_snapshots(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no expert is more than it carries; how many experts there are in a snapshot does not matter."""
+    told = asked(capsys, "--iteration", "1s", "--network", "50MB")
+    assert "loses updates" not in told
+    assert "Left out: no partial snapshots, which have " in told
+    assert json.loads(asked(capsys, "--iteration", "1s", "--network", "50MB", "--json"))["lossy_rejected"]
+    assert json.loads(asked(capsys, "--iteration", "1s", "--json"))["lossy_rejected"] == ""
+
+
 def test_memory_that_is_too_small_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
     error = asked(capsys, "--iteration", "1s", "--memory", "1GiB", code=1)
     assert re.search(r"nothing fits: .* need more than 1 GiB of memory \(the smallest: .* GiB\)", error)
@@ -409,6 +418,31 @@ class TestRunningJob:
         answer = self.rated(capsys, "--mtbf", "1h")
         assert answer["policies"][0]["choice"] == {**shown, "parts": 0, "replicas": 1}
         assert answer["mtbf_s"] == 3600.0
+
+    @pytest.mark.parametrize(("snapshots", "every"), [(1, 40), (10, 4)])
+    def test_it_is_warned_if_its_settings_are_far_from_the_best(
+        self,
+        snapshots: int,
+        every: int,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """With a failure every 3 s, forty iterations of 10 ms between snapshots are too many."""
+        words = ["--mtbf", "3s", "--restart", "0.1s", "--link", "100TB", "--network", "100TB"]
+        looks(monkeypatch, snapshots=snapshots, window=1)
+        answer = self.rated(capsys, *words)
+        now, best = (each for each in answer["policies"] if each["name"] in ("now", "best"))
+        assert now["choice"]["every"] == every
+        points = 100 * (best["ettr"] - now["ettr"])
+        looks(monkeypatch, snapshots=snapshots, window=1)
+        assert main(["advise", "j", "r", "--watch", "0.4s", *words]) == 0
+        told = capsys.readouterr().out
+        if every == 4:
+            assert points < 1
+            assert "The job's settings" not in told
+        else:
+            assert points > 1
+            assert f"The job's settings (dense, every 40) lose {points:.1f} points of its time." in told
 
     def test_failures_are_those_that_were_seen(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -248,6 +249,31 @@ def test_partial_snapshots_are_as_frequent_as_the_network_carries(network_Bps: f
     for policy in ("partial", "selected"):
         assert found[policy].choice == Choice(policy, 8, every)
         assert not found[policy].behind
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory_bytes", "reason"),
+    [
+        ({"network_Bps": 5e7}, None, "of 7 choices 7 send more than the network carries, also every 16"),
+        ({}, 2**30, "of 7 choices 7 need more than 1 GiB of memory"),
+        ({"mtbf_s": 10.0}, None, "of 7 choices 7 lose more than 3.75% of all updates"),
+    ],
+)
+def test_it_says_why_no_partial_snapshots_fit(
+    changes: dict[str, Any], memory_bytes: int | None, reason: str
+) -> None:
+    """And what they have whichever experts are selected, which no window makes smaller."""
+    alone = rank_shape(MODELS["qwen3-30b-a3b"], Layout(16, 1, 16), PRECISIONS["bf16-mixed"])
+    conditions = Conditions(1.0, 600.0, 2e10, 6e9, restart_s=3.0)
+    assert advise(alone, conditions).lossy_rejected == ""
+    found = advise(alone, replace(conditions, **changes), memory_bytes=memory_bytes)
+    assert found.lossy == ()
+    for policy in ("partial", "selected"):
+        assert (
+            f"no {policy} snapshots, which have 1.256 GiB besides experts: {reason}" in found.lossy_rejected
+        )
+    dense_model = rank_shape(MODELS["llama3-8b"], Layout(16), PRECISIONS["bf16-mixed"])
+    assert advise(dense_model, replace(conditions, **changes)).lossy_rejected == ""
 
 
 def test_where_dense_snapshots_fit_they_need_no_window() -> None:
