@@ -23,7 +23,7 @@ from ckptd.core.advice.advice import (
     mtbf_axis,
     settings,
 )
-from ckptd.core.advice.failure_simulation import RecordedFailures, mean_ettr, recorded_failures
+from ckptd.core.advice.failure_simulation import RecordedFailures, mean_shares, recorded_failures
 from ckptd.core.advice.job_shape import (
     MODELS,
     PRECISIONS,
@@ -81,6 +81,7 @@ _RESTART = (
 )
 # Rows of what is not exact, by policy.
 _LOSES = dict(zip(LOSSY, ("loses updates", "loses updates, by risk"), strict=True))
+_UNITS_S = {"s": 1.0, "h": 3600.0}  # of a record of failures
 _FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9}
 # Of the time; less is within what is not known.
 _FAR = 0.01
@@ -88,6 +89,9 @@ _FAR = 0.01
 _TOKENS, _TFLOPS = 4_000_000, 400.0
 # Forward and backward, for each parameter that a token uses.
 _FLOPS_PER_PARAMETER = 6.0
+
+# The part of the time that counts, and the part of all experts' updates that is lost.
+_Played = tuple[float, float]
 
 
 def add_advise_command(commands: Commands) -> None:
@@ -127,7 +131,13 @@ def add_advise_command(commands: Commands) -> None:
         "--failures",
         type=Path,
         metavar="FILE",
-        help="play these: a line for each, in seconds, or lines of seconds,nodes (default: at random)",
+        help="play these: a line for each with its time, or lines of time,nodes (default: at random)",
+    )
+    around.add_argument(
+        "--failures-unit",
+        choices=sorted(_UNITS_S),
+        default="s",
+        help="of the times of --failures: hours or seconds (default: s)",
     )
     around.add_argument(
         "--link", type=_bytes, help="device to host, a second (default: as measured, or 20GB)"
@@ -240,7 +250,7 @@ def _pixels(text: str) -> tuple[int, int]:
 def _advise(args: argparse.Namespace) -> CommandOutcome:
     if (args.job is None) == (args.model is None) or (args.job is None) != (args.run is None):
         raise CommandError("pass either JOB and RUN, or --model")
-    recorded = None if args.failures is None else _recorded(args.failures)
+    recorded = None if args.failures is None else _recorded(args.failures, _UNITS_S[args.failures_unit])
     if recorded is not None and args.mtbf is None:
         args.mtbf = recorded.mtbf_s
     if args.mtbf is None and args.model is not None:
@@ -281,7 +291,8 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
                 **asdict(outlook),
                 "recovery_s": outlook.recovery_s,
                 "loss_s": outlook.loss_s,
-                "played_ettr": played[name],
+                "played_ettr": played[name][0],
+                "played_lost_share": played[name][1],
             }
             for name, outlook in rated
         ],
@@ -516,14 +527,14 @@ def _look(args: argparse.Namespace, rank: int | None = None) -> _Look:
     )
 
 
-def _recorded(path: Path) -> RecordedFailures:
+def _recorded(path: Path, unit_s: float) -> RecordedFailures:
     try:
-        return recorded_failures(path.read_text())
+        return recorded_failures(path.read_text(), unit_s)
     except (OSError, ValueError) as error:
         raise CommandError(f"--failures {path}: {error}") from error
 
 
-def _played(outlook: PolicyOutlook, around: _Around, recorded: RecordedFailures | None) -> float:
+def _played(outlook: PolicyOutlook, around: _Around, recorded: RecordedFailures | None) -> _Played:
     """Of the run that was recorded, or the mean of runs of twelve hours."""
     base, conditions = around.conditions, around.with_replicas(outlook.choice.replicas)
     length_s = recorded.length_s if recorded else min(_PLAYED_S, _PLAYED_FAILURES * conditions.mtbf_s)
@@ -540,7 +551,7 @@ def _played(outlook: PolicyOutlook, around: _Around, recorded: RecordedFailures 
         ]
     else:
         drawn = [failures_at_random(conditions.mtbf_s, length_s, seed) for seed in range(_SEEDS)]
-    return mean_ettr(outlook, conditions.iteration_s, drawn, length_s, losses)
+    return mean_shares(outlook, conditions.iteration_s, drawn, length_s, losses)
 
 
 def failures_at_random(mtbf_s: float, length_s: float, seed: int) -> Iterator[float]:
@@ -649,7 +660,7 @@ def _text(
     rated: Sequence[tuple[str, PolicyOutlook]],
     rank: RankShape,
     around: _Around,
-    played: Mapping[str, float],
+    played: Mapping[str, _Played],
 ) -> str:
     best, conditions = advice.best, around.conditions
     assert best is not None
@@ -667,7 +678,7 @@ def _text(
         "to peers /s",
         *(["loss s", "stored every", "stored"] if stores else []),
     ]
-    rows = [_row(name, outlook, played[name])[: len(header)] for name, outlook in rated]
+    rows = [_row(name, outlook, played[name][0])[: len(header)] for name, outlook in rated]
     failure = (
         f"A failure costs {best.recovery_s:.3g} s: {best.lost_s:.3g} s of iterations that are lost, "
         f"{best.restart_s:.3g} s until all ranks run, {best.load_s:.3g} s to load, "
@@ -694,8 +705,8 @@ def _text(
         far = f"The job's settings ({now.choice}) lose {100 * (best.ettr - now.ettr):.1f} points of its time."
     lossy = [
         f"{lost.choice}{_replicas(lost.choice, around)} is not exact: failures lose {lost.lost_share:.2%} of "
-        f"all experts' updates{_tokens(lost, conditions)}. To take it all the same, "
-        f"{_how_to_take(lost, rank)}"
+        f"all experts' updates{_tokens(lost, conditions)}; played "
+        f"{played[_LOSES[lost.choice.policy]][1]:.2%}. To take it all the same, {_how_to_take(lost, rank)}"
         for lost in advice.lossy
     ]
     parts = [

@@ -199,6 +199,7 @@ class RatedPolicy(TypedDict):
     recovery_s: float
     loss_s: float
     played_ettr: float
+    played_lost_share: float
 
 
 class Advice(TypedDict):

@@ -2,6 +2,10 @@
 
 It checks the closed form of `ckptd.core.advice.outlook`, and adds what that leaves out: failures that come
 while the job recovers from the last one, which begin the recovery again, and whole iterations and intervals.
+
+Of partial snapshots a failure loses what experts have learnt since they were in a snapshot, but no more than
+since the last failure: what that has lost is lost already. Ages of experts are taken to be even, from nothing
+to twice their mean (`PolicyOutlook.older_iterations`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 
 from ckptd.core.advice.outlook import PolicyOutlook
 
-__all__ = ["PlayedRun", "RecordedFailures", "mean_ettr", "play", "recorded_failures"]
+__all__ = ["PlayedRun", "RecordedFailures", "mean_ettr", "mean_shares", "play", "recorded_failures"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class PlayedRun:
         lost_s: iterations that were done, and lost.
         recovery_s: restarts, loads and replays.
         failures: how many there were, losses of all copies in memory included.
+        iterations: that count, and of partial snapshots those of all experts' updates that are lost.
     """
 
     useful_s: float
@@ -35,12 +40,19 @@ class PlayedRun:
     lost_s: float
     recovery_s: float
     failures: int
+    iterations: int = 0
+    lost_updates: float = 0.0
 
     @property
     def ettr(self) -> float:
         """The part of the time that counts."""
         total = self.useful_s + self.stall_s + self.lost_s + self.recovery_s
         return self.useful_s / total if total else 1.0
+
+    @property
+    def lost_share(self) -> float:
+        """Of all experts' updates, those that are lost (the PLT, if tokens are even)."""
+        return self.lost_updates / self.iterations if self.iterations else 0.0
 
 
 def play(
@@ -64,6 +76,7 @@ def play(
     began = -math.inf  # where the process that trains went on from
     compares = True  # it repeats iterations only to compare
     from_storage = False  # what it recovers from, until it trains
+    lost = [(0, 0.0)]  # by recovery: its iteration, and the iterations of all experts' updates lost so far
     for failure_s, is_loss in _merged(failures_s, losses_s):
         if failure_s >= length_s:
             break
@@ -76,7 +89,10 @@ def play(
         lost_s += worked_s - (kept - done) * step_s
         if kept > began:
             compares = kept - began >= 2 * outlook.choice.every
-        # A history that is abandoned takes its checkpoints along.
+        # A history that is abandoned takes its checkpoints along, and what it had lost.
+        lost = [each for each in lost if each[0] <= kept]
+        last, before = lost[-1]
+        lost.append((kept, before + _older_iterations(outlook, kept - last, is_loss=is_loss)))
         done, durable, began = kept, min(durable, kept), kept
         # A failure while a recovery loads from storage leaves it nothing but storage.
         from_storage = is_loss or (from_storage and not worked_s)
@@ -87,7 +103,8 @@ def play(
     new = int(worked_s / step_s)
     done += new
     lost_s += worked_s - new * step_s
-    return PlayedRun(done * iteration_s, done * outlook.stall_s, lost_s, recovery_s, failures)
+    useful_s, stall_s = done * iteration_s, done * outlook.stall_s
+    return PlayedRun(useful_s, stall_s, lost_s, recovery_s, failures, done, lost[-1][1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +120,8 @@ class RecordedFailures:
         return self.length_s / len(self.failures_s)
 
 
-def recorded_failures(text: str) -> RecordedFailures:
-    """Read a record: each line has the seconds at which a failure came, ascending; the last line ends it.
+def recorded_failures(text: str, unit_s: float = 1.0) -> RecordedFailures:
+    """Read a record: each line has the time at which a failure came, ascending; the last line ends it.
 
     With a second column, after a comma, the number of nodes that are alive from then on: a failure is a line
     on which it is less than before, and the record begins with the first node. Empty lines, and those that
@@ -126,7 +143,7 @@ def recorded_failures(text: str) -> RecordedFailures:
         length_s = found[-1] if found else 0.0
     if not found or length_s <= 0:
         raise ValueError("the record has no failure")
-    return RecordedFailures(tuple(found), length_s)
+    return RecordedFailures(tuple(each * unit_s for each in found), length_s * unit_s)
 
 
 def _row(line: str, number: int, before: tuple[float, ...] | None) -> tuple[float, ...]:
@@ -135,12 +152,31 @@ def _row(line: str, number: int, before: tuple[float, ...] | None) -> tuple[floa
     except ValueError:
         row = ()
     if len(row) not in (1, 2) or (before is not None and len(row) != len(before)):
-        raise ValueError(f"line {number}, {line[:40]!r}, is no time in seconds, or time and nodes")
+        raise ValueError(f"line {number}, {line[:40]!r}, is no time, or time and nodes")
     if not all(each >= 0 and math.isfinite(each) for each in row):
         raise ValueError(f"line {number}, {line[:40]!r}: must be 0 or more")
     if before is not None and row[0] < before[0]:
         raise ValueError(f"line {number}, {line[:40]!r}: is before the line above it")
     return row
+
+
+def mean_shares(
+    outlook: PolicyOutlook,
+    iteration_s: float,
+    drawn: Iterable[Iterable[float]],
+    length_s: float,
+    losses_s: Iterable[Iterable[float]] | None = None,
+) -> tuple[float, float]:
+    """The part of the time that counts, and of all experts' updates the part that is lost, over runs of that
+    length.
+
+    Args:
+        drawn: the failures of each run.
+        losses_s: as of `play`, of each run; None: there are none.
+    """
+    runs = zip(drawn, itertools.repeat(()) if losses_s is None else losses_s, strict=False)
+    played = [play(outlook, iteration_s, failures_s, length_s, lost) for failures_s, lost in runs]
+    return statistics.fmean(run.ettr for run in played), statistics.fmean(run.lost_share for run in played)
 
 
 def mean_ettr(
@@ -150,15 +186,8 @@ def mean_ettr(
     length_s: float,
     losses_s: Iterable[Iterable[float]] | None = None,
 ) -> float:
-    """The part of the time that counts, over runs of that length.
-
-    Args:
-        drawn: the failures of each run.
-        losses_s: as of `play`, of each run; None: there are none.
-    """
-    runs = zip(drawn, itertools.repeat(()) if losses_s is None else losses_s, strict=False)
-    played = (play(outlook, iteration_s, failures_s, length_s, lost) for failures_s, lost in runs)
-    return statistics.fmean(each.ettr for each in played)
+    """The part of the time that counts; arguments as of `mean_shares`."""
+    return mean_shares(outlook, iteration_s, drawn, length_s, losses_s)[0]
 
 
 def _merged(failures_s: Iterable[float], losses_s: Iterable[float]) -> Iterator[tuple[float, bool]]:
@@ -177,6 +206,13 @@ def _recovers_s(outlook: PolicyOutlook, *, from_storage: bool, compares: bool) -
         return outlook.restart_s + found.load_s + found.replay_s
     whole = outlook.choice.window == 1 and not outlook.localized
     return outlook.restart_s + outlook.load_s + (0.0 if whole and not compares else outlook.replay_s)
+
+
+def _older_iterations(outlook: PolicyOutlook, since: int, *, is_loss: bool) -> float:
+    """The mean of what experts lose, in iterations, of the last ``since``: of no age more than there are."""
+    stored = outlook.storage.lost_iterations if outlook.storage and is_loss else 0.0
+    mean = max(outlook.older_iterations, stored)
+    return mean if since >= 2 * mean else since - since * since / (4 * mean)
 
 
 def _stored(outlook: PolicyOutlook, reached: int, step_s: float) -> int:

@@ -212,6 +212,19 @@ class TestRecordedFailures:
             assert 0 < policy["played_ettr"] < 1
             assert policy["played_ettr"] != pytest.approx(policy["ettr"], abs=1e-6)
 
+    def test_times_may_be_hours(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """As seconds, that record is of a failure each 0.8 s, of which no job would be left."""
+        path = Path(__file__).parents[3] / "bench/spot/data/aws-p2-xlarge-2020-11-20_23.csv"
+        words = ["--model", "qwen3-30b-a3b", "--gpus", "16", "--expert-ranks", "8", "--iteration", "1s"]
+        words += ["--failures", str(path), "--failures-unit", "h", "--json"]
+        assert main(["advise", *words]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["mtbf_s"] == pytest.approx(88.665 * 3600 / 112)
+        for policy in answer["policies"]:
+            assert policy["played_ettr"] == pytest.approx(policy["ettr"], abs=0.01)
+            assert policy["played_lost_share"] == pytest.approx(policy["lost_share"], rel=0.1)
+            assert (policy["lost_share"] > 0) == (policy["name"] == "loses updates")
+
     def test_an_mtbf_that_is_given_counts_for_the_formula(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -223,7 +236,7 @@ class TestRecordedFailures:
 
     def test_a_file_that_is_no_record(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "failures"
-        for text, message in (("soon", "line 1, 'soon', is no time in seconds"), (None, "No such file")):
+        for text, message in (("soon", "line 1, 'soon', is no time, or time and"), (None, "No such file")):
             if text is None:
                 path.unlink()
             else:

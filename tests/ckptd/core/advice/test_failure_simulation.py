@@ -10,6 +10,7 @@ import pytest
 from ckptd.core.advice.failure_simulation import (
     RecordedFailures,
     mean_ettr,
+    mean_shares,
     play,
     recorded_failures,
 )
@@ -87,6 +88,54 @@ def test_a_first_snapshot_since_a_failure_has_none_to_be_compared_with() -> None
     assert run.recovery_s == pytest.approx(4 * restart_s + 2 * 4.0)
 
 
+@pytest.mark.parametrize("mtbf_s", [120.0, 1800.0])
+@pytest.mark.parametrize("every", [1, 3])
+def test_played_runs_lose_the_updates_of_the_closed_form(mtbf_s: float, every: int) -> None:
+    """Where iterations count: the formula counts lost updates in all of the time, and this leaves recoveries
+    out of it.
+    """
+    quick = replace(CONDITIONS, mtbf_s=mtbf_s, restart_s=0.0, link_Bps=1e9, network_Bps=1e9)
+    outlook = partial_outlook(EIGHT, quick, 4, every)
+    hours = 100 * 3600.0
+    drawn = [list(failures_at_random(mtbf_s, hours, seed)) for seed in range(6)]
+    ettr, lost_share = mean_shares(outlook, 2.0, drawn, hours)
+    assert ettr == mean_ettr(outlook, 2.0, drawn, hours)
+    assert lost_share == pytest.approx(outlook.lost_share, rel=0.08)
+    assert mean_shares(dense_outlook(EIGHT, quick, 4), 2.0, drawn, hours)[1] == 0.0
+
+
+def test_lost_updates_by_hand() -> None:
+    """Experts of ages 0 to 6 lose 3 iterations; 2 iterations after another failure, what 2 leave of that."""
+    quick = replace(CONDITIONS, restart_s=0.0, link_Bps=1e9, network_Bps=1e9)
+    outlook = partial_outlook(EIGHT, quick, 7)
+    assert outlook.older_iterations == 3.0
+    step_s = 2.0 + outlook.stall_s
+    again_s = outlook.restart_s + outlook.load_s
+    first_s = 20.5 * step_s
+    second_s = first_s + again_s + 2.5 * step_s
+    assert play(outlook, 2.0, [first_s], 40 * step_s).lost_updates == 3.0
+    run = play(outlook, 2.0, [first_s, second_s], second_s + again_s + 8.5 * step_s)
+    # Of ages from 0 to 6: those below 2 lose their own, 1 on average, and the others 2.
+    assert run.lost_updates == pytest.approx(3.0 + 1 / 3 * 1 + 2 / 3 * 2)
+    assert run.iterations == 20 + 2 + 8
+    assert run.lost_share == run.lost_updates / 30
+    assert play(outlook, 2.0, [first_s, first_s + again_s / 2], 40 * step_s).lost_updates == 3.0
+
+
+def test_what_an_abandoned_history_has_lost_does_not_count() -> None:
+    """A loss goes back to a checkpoint from before the failures; what they took was learnt after it."""
+    storing = replace(CONDITIONS, storage_Bps=1e6, loss_mtbf_s=1e6, link_Bps=1e9, network_Bps=1e9)
+    outlook = persisting(partial_outlook(EIGHT, storing, 7, parts=1), storing, 21)
+    assert outlook.storage is not None
+    step_s = 2.0 + outlook.stall_s
+    failures = [(25 + 7 * n) * step_s for n in range(2)]
+    both = play(outlook, 2.0, failures, 50 * step_s, [40 * step_s])
+    assert both.iterations < 40
+    alone = play(outlook, 2.0, [], 50 * step_s, [40 * step_s])
+    mean = outlook.storage.lost_iterations
+    assert both.lost_updates == alone.lost_updates == pytest.approx(21 - 21 * 21 / (4 * mean))
+
+
 LOSSES = replace(CONDITIONS, storage_Bps=1e3, loss_mtbf_s=9000.0)
 
 
@@ -155,6 +204,7 @@ def test_a_record_of_nodes() -> None:
     """It begins with the first node. Two are lost at once, then one; that three come is no failure."""
     text = "0,0\n50,0\n50,4\n60,4\n60,2\n70,5\n80,4\n90,4\n"
     assert recorded_failures(text) == RecordedFailures((10.0, 30.0), 40.0)
+    assert recorded_failures(text, 3600.0) == RecordedFailures((36_000.0, 108_000.0), 144_000.0)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +214,9 @@ def test_a_record_of_nodes() -> None:
         ("0\n", "the record has no failure"),
         ("0,0\n9,0\n", "the record has no failure"),
         ("0,2\n9,3\n", "the record has no failure"),
-        ("1\nsoon\n", "line 2, 'soon', is no time in seconds"),
-        ("1,2,3\n", "line 1, '1,2,3', is no time in seconds"),
-        ("1,2\n3\n", "line 2, '3', is no time in seconds, or time and nodes"),
+        ("1\nsoon\n", "line 2, 'soon', is no time, or time and nodes"),
+        ("1,2,3\n", "line 1, '1,2,3', is no time, or time and nodes"),
+        ("1,2\n3\n", "line 2, '3', is no time, or time and nodes"),
         ("-1\n", "line 1, '-1': must be 0 or more"),
         ("nan\n", "line 1, 'nan': must be 0 or more"),
         ("5\n4\n", "line 2, '4': is before the line above it"),
