@@ -847,6 +847,13 @@ class SlotInfo(Struct, frozen=True, tag=True):
     audited: bool = False  # an audit came to the bits of this snapshot
 
 
+class ExpertLoss(Struct, frozen=True, tag=True):
+    """The tokens of one rank whose updates of an expert recoveries from partial snapshots have lost."""
+
+    expert: str
+    tokens: float
+
+
 class RankSnapshots(Struct, frozen=True, tag=True):
     """The slots of one rank, of all its generations, and what can be recovered from them."""
 
@@ -865,6 +872,10 @@ class RankSnapshots(Struct, frozen=True, tag=True):
     # The snapshot from which a replay computes what the suffix begins with; -1: there is none.
     before: int = -1
     policy: str = ""  # of the newest generation; "" if its trainer recorded none
+    # Of partial snapshots, by the newest one: the PLT of all recoveries of the run, and what they have lost
+    # of this rank's experts, the most first.
+    plt: float = 0.0
+    lost: tuple[ExpertLoss, ...] = ()
 
 
 class RankParked(Struct, frozen=True, tag=True):

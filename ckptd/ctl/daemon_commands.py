@@ -380,6 +380,9 @@ def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> 
     if free:
         lines.append(f"and {free} free slots")
     lines.append(_recoverable(rank, verify_iterations))
+    if rank.plt:
+        most = "; most by " + ", ".join(f"{one.expert} ({one.tokens:,.0f})" for one in rank.lost)
+        lines.append(f"lost so far: PLT {rank.plt:.4%}{most if rank.lost else ''}")
     if rank.log:
         lines.append(_log(rank.log))
     if rank.parked:

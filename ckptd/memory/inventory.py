@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import (
+    ExpertLoss,
     HeldSegment,
     HeldSlot,
     RankSnapshots,
@@ -34,6 +36,7 @@ from ckptd.transport.messages import (
 from ckptd.unpacking import unpack
 
 __all__ = [
+    "MOST_LOST",
     "held_segment",
     "held_slots",
     "log_records",
@@ -44,6 +47,9 @@ __all__ = [
     "segment_status",
     "slot_record",
 ]
+
+MOST_LOST = 8
+"""Experts whose lost updates are told if nobody asks for all."""
 
 _MAX_OPERATORS = 1 << 20  # as in a descriptor
 _WITH_IMAGE = (SlotState.FILLED, SlotState.SEALED, SlotState.QUARANTINED)
@@ -90,6 +96,7 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
     records = records_of(segments)
     suffix = find_suffix(records, descriptor.num_operators)
     names = operator_names(descriptor.client, descriptor.num_operators, descriptor.rank) if operators else ()
+    plt, lost = _lost_updates(segments, every=operators)
     return RankSnapshots(
         job=descriptor.job,
         run=descriptor.run,
@@ -105,6 +112,8 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
         reason=suffix.reason,
         operators=names,
         policy=policy_of(descriptor),
+        plt=plt,
+        lost=lost,
     )
 
 
@@ -222,6 +231,57 @@ def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, .
     return tuple(
         name if owner in ours else f"{name} (rank {owner})" for name, owner in zip(names, owners, strict=True)
     )
+
+
+_Container = Annotated[str, msgspec.Meta(max_length=1024)]
+_Tokens = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
+_SCALARS = "ckptd.scalars"
+
+
+class _OfExperts(msgspec.Struct, frozen=True):
+    plt: float
+    lost: Annotated[dict[_Container, _Tokens], msgspec.Meta(max_length=1 << 12)]
+
+
+class _Scalars(msgspec.Struct, frozen=True):
+    experts: _OfExperts | None = None
+
+
+_scalars = msgspec.msgpack.Decoder(_Scalars)
+
+
+def _lost_updates(segments: Sequence[Segment], *, every: bool) -> tuple[float, tuple[ExpertLoss, ...]]:
+    """By the newest partial snapshot: the PLT of all recoveries of the run, and by expert of this rank the
+    tokens whose updates they lost, the most first. Nothing of other policies, and of what cannot be read.
+
+    Args:
+        every: all experts that have lost tokens; otherwise the first `MOST_LOST`.
+    """
+    sealed = [
+        (segment, index, header)
+        for segment in segments
+        for index, header in segment.headers()
+        if header.state is SlotState.SEALED
+    ]
+    if not sealed or policy_of(segments[-1].descriptor) != PolicyKind.PARTIAL:
+        return 0.0, ()
+    segment, index, header = max(sealed, key=lambda one: (one[2].epoch, one[2].iteration))
+    try:
+        view = ImageView(segment.image(index, header))
+        found = unpack(_scalars, view.data(_SCALARS)[: view.scalars_len]).experts
+    except (ImageError, ValueError, LookupError):
+        return 0.0, ()  # damaged, or being overwritten; sealing and scrubbing report damage
+    now = segment.header(index)
+    if found is None or now is None or now.sequence != header.sequence:
+        return 0.0, ()
+    lost = [
+        ExpertLoss(f"{container}.{expert}", tokens)
+        for container, counts in found.lost.items()
+        for expert, tokens in enumerate(counts)
+        if 0 < tokens < math.inf
+    ]
+    lost.sort(key=lambda one: (-one.tokens, one.expert))
+    return found.plt if 0 <= found.plt <= 1 else 0.0, tuple(lost if every else lost[:MOST_LOST])
 
 
 def own_memory() -> tuple[int, int, int]:

@@ -180,7 +180,9 @@ def test_two_kills_lose_what_was_counted_and_nothing_else(
         pytest.param("selected", 2, "layer", marks=long),
     ],
 )
-def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, policy: str, every: int, selection: str) -> None:
+def test_tokens_are_counted_as_the_gates_chose(
+    jobs: Jobs, daemon: DaemonProcess, policy: str, every: int, selection: str
+) -> None:
     """PLT as logged equals an independent count over the recorded assignments, exactly."""
     chosen = partial_options("both", every, policy=policy, selection=selection)
     options = [*chosen, "--run", f"count-{policy}-{selection}-{every}"]
@@ -204,6 +206,17 @@ def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, policy: str, every: i
     assert sum(shares) > 0
     assert "PARTIAL SNAPSHOTS: weights and optimizer state of 6 of 8 experts" in jobs.log(out)
     assert (report["window"], len(lost["iterations"])) == (EXPERTS, 6)
+    run = f"count-{policy}-{selection}-{every}"
+    shown = json.loads(_ctl(daemon, "snapshots", "--job", "e2e", "--run", run, "--operators", "--json"))
+    (rank,) = shown["ranks"]
+    assert rank["plt"] == lost["cumulative_plt"]
+    assert {one["expert"]: one["tokens"] for one in rank["lost"]} == lost["tokens"]
+
+
+def _ctl(daemon: DaemonProcess, *arguments: str) -> str:
+    command = [sys.executable, "-m", "ckptd.ctl", *arguments, "--endpoint", daemon.endpoint]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
 
 
 def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: Jobs) -> None:
@@ -472,9 +485,7 @@ def test_the_daemon_and_exports_say_that_snapshots_are_partial(jobs: Jobs, daemo
         jobs.run("plain", *partial_options(scope), "--run", f"shown-{scope}", "--total", "12", *more)
 
     def ctl(*arguments: str) -> str:
-        command = [sys.executable, "-m", "ckptd.ctl", *arguments, "--endpoint", daemon.endpoint]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return done.stdout + done.stderr
+        return _ctl(daemon, *arguments)
 
     told = ctl("snapshots", "--job", "e2e", "--run", "shown-both")
     assert "PARTIAL: a recovery loses updates of experts" in told, told

@@ -1,15 +1,20 @@
-"""What the daemon reads of the trainer's part of a descriptor."""
+"""What the daemon reads of the trainer's part of a descriptor, and of step scalars."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ckptd.memory.inventory import held_segment, operator_names
-from tests.ckptd.persistence.slots import descriptor, segment_store
+from ckptd.ctl.daemon_commands import snapshots_text
+from ckptd.memory.inventory import MOST_LOST, held_segment, operator_names, rank_snapshots
+from ckptd.memory.segment_file import Segment
+from ckptd.transport.messages import Snapshots
+from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 
 
 @pytest.mark.parametrize(
@@ -35,5 +40,68 @@ def test_segments_of_partial_snapshots_are_reported_as_such(policy: str, tmp_pat
     segment = segment_store(tmp_path).create(told, 2, 1 << 16)
     try:
         assert held_segment(segment, own=True).partial == (policy == "partial")
+    finally:
+        segment.close()
+
+
+def scalars(**experts: Any) -> bytes:
+    return msgspec.msgpack.encode({"rng": [1], "experts": {"given": {}, "lost_iterations": 1.0, **experts}})
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[Segment]:
+    told = descriptor(partial=True, client=msgspec.msgpack.encode({"policy": "partial", "operators": []}))
+    made = segment_store(tmp_path).create(told, 4, 1 << 20)
+    yield made
+    made.close()
+
+
+def told_of(segment: Segment, *, operators: bool = False) -> tuple[float, dict[str, float], str]:
+    found = rank_snapshots([segment], operators=operators)
+    text = snapshots_text(Snapshots((found,)), operators=operators)
+    return found.plt, {one.expert: one.tokens for one in found.lost}, text
+
+
+def test_the_newest_snapshot_says_what_each_expert_has_lost(segment: Segment) -> None:
+    lost = {"0.experts": [0.0, 7.0, 0.0], "1.experts": [5.0, 1234.0]}
+    fill(segment, 0, 4, partial=True, scalars=scalars(plt=0.01, lost={}))
+    assert told_of(segment)[:2] == (0.01, {})
+    fill(segment, 1, 5, partial=True, scalars=scalars(plt=0.041029, lost=lost))
+    plt, experts, text = told_of(segment)
+    assert plt == 0.041029
+    assert list(experts.items()) == [("1.experts.1", 1234.0), ("0.experts.1", 7.0), ("1.experts.0", 5.0)]
+    assert "lost so far: PLT 4.1029%; most by 1.experts.1 (1,234), 0.experts.1 (7), 1.experts.0 (5)" in text
+
+
+def test_all_are_told_to_whoever_asks_for_operators(segment: Segment) -> None:
+    fill(segment, 0, 4, partial=True, scalars=scalars(plt=0.5, lost={"l": [float(n) for n in range(40)]}))
+    assert len(told_of(segment)[1]) == MOST_LOST
+    assert len(told_of(segment, operators=True)[1]) == 39, "one has lost nothing"
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"",
+        b"\xff",
+        msgspec.msgpack.encode({"rng": [1], "experts": None}),
+        scalars(plt="much", lost={}),
+        scalars(plt=math.nan, lost={"l": [math.nan, -1.0, math.inf]}),
+        scalars(plt=2.0, lost={}),
+    ],
+)
+def test_what_says_nothing_of_it_has_lost_nothing(segment: Segment, says: bytes) -> None:
+    fill(segment, 0, 4, partial=True, scalars=says)
+    plt, experts, text = told_of(segment)
+    assert (plt, experts) == (0.0, {})
+    assert "lost so far" not in text
+
+
+def test_exact_snapshots_are_not_looked_into(tmp_path: Path) -> None:
+    told = descriptor(partial=True, client=msgspec.msgpack.encode({"policy": "sliding", "operators": []}))
+    segment = segment_store(tmp_path).create(told, 4, 1 << 20)
+    try:
+        fill(segment, 0, 4, partial=True, scalars=scalars(plt=0.5, lost={"l": [1.0]}))
+        assert told_of(segment)[:2] == (0.0, {})
     finally:
         segment.close()
