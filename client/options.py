@@ -162,7 +162,8 @@ class PartialOptions:
 
     lost_tokens_limit: float | None = LOST_TOKENS_LIMIT
     """The limit of the proportion of lost tokens (PLT). More experts than K are in each snapshot while a
-    failure could exceed the limit: in the first steps of a run, and after failures. None: no limit."""
+    failure would exceed the limit if tokens are even: in the first steps of a run, and after failures. None:
+    no limit."""
 
     persist_experts: int | None = None
     """K_persist: of each layer, the experts that a durable checkpoint stores anew; it takes the others from

@@ -5,8 +5,10 @@ K = E / window. So a recovery finds each expert as it was up to ``window - 1`` s
 since then are lost. The *proportion of lost tokens* (PLT) is the mean over layers of the tokens whose updates
 of experts were lost in all failures so far, over all tokens that the layer's experts were given.
 
-While the windows are short enough, a failure cannot raise the PLT above a limit (`window_within`): this is
-known before the failure. MoC-System raises K after the failure that exceeded the limit.
+While the windows are short enough, a failure does not raise the PLT above a limit (`window_within`): this is
+known before the failure. MoC-System raises K after the failure that exceeded the limit. It holds for even
+tokens. Of uneven ones turns lose as much on average over the moments of a failure, and at most twice as
+much at any of them.
 
 Experts take turns (`rotation`), or are selected by tokens at risk (`select_by_risk`): those that an expert
 was given since it was in a snapshot last. None is left out for longer than two windows, which the ring holds.

@@ -184,7 +184,8 @@ class RankShape:
 
     Attributes:
         operators: with their bytes in its snapshots.
-        compute: of each operator, the parameters that compute for a token. Only their ratio counts.
+        compute: of each operator, the parameters that compute, for each token of the rank. Only their ratio
+            counts.
         num_experts: of a whole layer, and ``experts_here``, how many of them the rank has; 0: not known.
         selectable: it is certain that no other rank has one of its experts, so the policy "selected" chooses
             among them.
@@ -285,4 +286,5 @@ def _operators(
         for expert in range(model.experts // layout.expert_ranks if model.experts else 0):
             name, copies = f"{layer}.experts.{expert}", replicas // layout.expert_ranks
             cost = operator(name, OperatorKind.EXPERT, model.expert, copies, layer)
-            yield cost, model.expert * model.active / model.experts
+            # It computes for tokens of all ranks that share the experts, others for those of their rank.
+            yield cost, model.expert * model.active / model.experts * layout.expert_ranks

@@ -66,7 +66,18 @@ def test_operators_are_those_of_one_rank() -> None:
     assert kinds.count(OperatorKind.DENSE) == 1 + 2
     expert = rank.operators[kinds.index(OperatorKind.EXPERT)]
     assert (expert.anchor_bytes, expert.compute_bytes) == (30 * 12, 30 * 4)  # one replica
-    assert rank.compute[kinds.index(OperatorKind.EXPERT)] == 30 * 2 / 8
+    assert rank.compute[kinds.index(OperatorKind.EXPERT)] == 4 * 30 * 2 / 8  # for tokens of four ranks
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("expert_ranks", [1, 2, 8])
+def test_a_rank_computes_all_that_its_tokens_use(name: str, expert_ranks: int) -> None:
+    """Experts of other ranks compute for its tokens, and its own for theirs. They counted for its own only."""
+    model = MODELS[name]
+    if not model.experts and expert_ranks > 1:
+        pytest.skip("no experts to share")
+    rank = rank_shape(model, Layout(16, 1, expert_ranks), PRECISIONS["bf16-mixed"])
+    assert sum(rank.compute) == pytest.approx(model.active_parameters)
 
 
 def test_a_stage_with_one_layer_more_counts() -> None:

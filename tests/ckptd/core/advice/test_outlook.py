@@ -25,7 +25,7 @@ from ckptd.core.advice.outlook import (
 )
 from ckptd.core.durable_experts import DurableTurns, Listed, choose_durable
 from ckptd.core.partial_experts import iterations_at_risk
-from ckptd.core.schedule import plan_aligned, plan_schedule
+from ckptd.core.schedule import order_operators, plan_aligned, plan_schedule
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 
 EIGHT = RankShape(tuple(OperatorCost(f"e{i}", OperatorKind.EXPERT, 700, 100) for i in range(8)), (1.0,) * 8)
@@ -159,6 +159,42 @@ def test_aligned_replays_less_where_dense_parts_thaw_last() -> None:
     dense_last = window_outlook(QWEN, CONDITIONS, "aligned", 6).replay_s / (5 * 2.0)
     shares = [replay_share(schedule, QWEN.compute, 5) for schedule in (sliding, aligned)]
     assert 2 / 3 < dense_last < shares[0] < shares[1] < 1
+
+
+@pytest.mark.parametrize(
+    ("models", "shared", "sizes", "first", "last"),
+    [
+        (("qwen3-30b-a3b", "deepseek-moe-16b"), False, (1.165, 1.495), (0.89, 0.90), (0.765, 0.79)),
+        (("qwen3-30b-a3b", "deepseek-moe-16b"), True, (0.885, 0.965), (0.89, 0.90), (0.765, 0.79)),
+        (("mixtral-8x7b",), False, (0.775, 0.93), (0.725, 0.755), (0.94, 0.955)),
+        (("mixtral-8x7b",), True, (0.795, 0.995), (0.725, 0.755), (0.94, 0.955)),
+    ],
+)
+def test_what_the_order_of_aligned_windows_changes(
+    models: tuple[str, ...],
+    shared: bool,
+    sizes: tuple[float, float],
+    first: tuple[float, float],
+    last: tuple[float, float],
+) -> None:
+    """As docs/policies.md has it: dense parts first or last, captured by each rank or by 8 ranks together."""
+    for name, window in itertools.product(models, range(4, 9)):
+        model = MODELS[name]
+        alone = replace(model, experts=model.experts // 8), Layout(1)
+        rank = rank_shape(*((model, Layout(8, 1, 8)) if shared else alone), PRECISIONS["bf16-mixed"])
+        schedules = [
+            plan_aligned(
+                rank.operators,
+                budget_bytes=None,
+                order=order_operators(rank.operators, [0.0] * len(rank.operators), dense_last=dense_last),
+                window=window,
+            )
+            for dense_last in (False, True)
+        ]
+        replays = [replay_share(schedule, rank.compute, window - 1) for schedule in schedules]
+        assert sizes[0] < schedules[0].peak_bytes / schedules[1].peak_bytes < sizes[1]
+        assert first[0] < replays[0] < first[1]
+        assert last[0] < replays[1] < last[1]
 
 
 def test_nothing_is_replayed_without_a_window() -> None:
