@@ -51,7 +51,8 @@ class Stats:
     rank did not know in time whether there was one.
 
     Of partial snapshots: `num_experts` of the largest layer, and how many of them a durable checkpoint stores
-    (`persist_experts`; 0: all). Lost by the recovery with which the process began: the updates of this rank's
+    (`persist_experts`; 0: all); how many of this rank's are selected by tokens at risk (`selectable_experts`;
+    the others take turns). Lost by the recovery with which the process began: the updates of this rank's
     `lost_tokens` (each counted once for each of its experts) in `older_experts`; and `lost_tokens_share`, the
     PLT of all recoveries of the run on all ranks.
 
@@ -86,6 +87,7 @@ class Stats:
     nan_snapshots: int = 0
     num_experts: int = 0
     persist_experts: int = 0
+    selectable_experts: int = 0
     lost_tokens: int = 0
     older_experts: int = 0
     lost_tokens_share: float = 0.0

@@ -44,6 +44,7 @@ from ckptd.core.advice.outlook import (
     dense_outlook,
     partial_outlook,
     persisting,
+    selected_outlook,
     window_outlook,
 )
 from ckptd.core.durable_experts import turns_of
@@ -448,9 +449,10 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, _Around, PolicyOutloo
     state = max(int(metrics.get("dense_bytes", 0)), snapshot)  # an image has a header, too
     rank = measured_shape(state, snapshot, window)
     num_experts = int(metrics.get("num_experts", 0))
+    selects = metrics.get("selectable_experts", 0.0) > 0
     if look.policy == PolicyKind.PARTIAL and window > 1:
         rank = measured_partial_shape(state, snapshot, window, num_experts)
-        rank = replace(rank, selectable=after.world_size == 1)
+        rank = replace(rank, selectable=after.world_size == 1 or selects)
     phases = phases_in_metrics(metrics)
     known = Conditions(
         iteration_s=max(step_s - stall_s, step_s / 2),
@@ -469,6 +471,8 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, _Around, PolicyOutloo
     parts = turns_of(stored, num_experts, window) if stored else 0
 
     def now(conditions: Conditions) -> PolicyOutlook:
+        if look.policy == PolicyKind.PARTIAL and window > 1 and selects:
+            return selected_outlook(rank, conditions, window, every)
         if look.policy == PolicyKind.PARTIAL and window > 1:
             return partial_outlook(rank, conditions, window, every, parts)
         if window == 1 and every > 1:

@@ -665,6 +665,7 @@ class Recorder:
         assert plan is not None
         self._stats.window = plan.schedule.window
         self._stats.dense_bytes = plan.schedule.dense_bytes
+        self._stats.selectable_experts = len(plan.selectable)
         self._capture = Capture(
             self._binding,
             self._memory.table,

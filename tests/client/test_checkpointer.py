@@ -672,6 +672,7 @@ def test_what_loses_updates_says_so_when_it_describes_itself(
     says_so = "PARTIAL SNAPSHOTS: a recovery loses updates of experts. window: " in described
     assert says_so == (policy in ("partial", "selected"))
     assert ("experts of this rank are selected by tokens at risk" in described) == (policy == "selected")
+    assert (ckpt.stats()["selectable_experts"] > 0) == (policy == "selected")
 
 
 class LateEngine(engine.CpuEngine):

@@ -432,6 +432,24 @@ class TestRunningJob:
         assert answer["policies"][0]["choice"] == {**shown, "parts": 0, "replicas": 1}
         assert answer["mtbf_s"] == 3600.0
 
+    def test_selected_snapshots_are_rated_as_such(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are partial to the daemon; the trainer says that it selects. With a skew they lose less."""
+        of_experts: dict[str, Any] = {"num_experts": 16.0, "selectable_experts": 16.0}
+        looks(monkeypatch, policy="partial", snapshots=20, **of_experts)
+        even = self.rated(capsys, "--mtbf", "1h")["policies"][0]
+        looks(monkeypatch, policy="partial", snapshots=20, **of_experts)
+        skewed = self.rated(capsys, "--mtbf", "1h", "--skew", "0.3")["policies"][0]
+        for now in (even, skewed):
+            assert now["choice"] == {"policy": "selected", "window": 4, "every": 2, "parts": 0, "replicas": 1}
+        assert skewed["lost_share"] < even["lost_share"]
+        looks(monkeypatch, policy="partial", snapshots=20, num_experts=16.0)
+        turns = self.rated(capsys, "--mtbf", "1h", "--skew", "0.3")["policies"][0]
+        assert turns["choice"]["policy"] == "partial"
+        assert turns["lost_share"] == pytest.approx(even["lost_share"])
+        assert turns["memory_bytes"] < even["memory_bytes"], "rings of two windows"
+
     @pytest.mark.parametrize(("snapshots", "every"), [(1, 40), (10, 4)])
     def test_it_is_warned_if_its_settings_are_far_from_the_best(
         self,
