@@ -23,7 +23,9 @@ def _every(rule: int | str, **more: float) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [("checkfreq", {"max_stall": 0.05}), ("young-daly", {"mtbf_s": 600})])
+@pytest.mark.parametrize(
+    "rule", [("checkfreq", {"max_stall": 0.05}), ("gemini", {}), ("young-daly", {"mtbf_s": 600})]
+)
 def test_an_interval_follows_its_rule_from_what_was_measured(
     jobs: Jobs, daemon: DaemonProcess, rule: tuple[str, dict[str, float]]
 ) -> None:

@@ -274,22 +274,32 @@ def test_windows_grow_as_far_as_the_limit_allows_on_one_rank_and_on_several(jobs
 
 
 @pytest.mark.slow
-def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("exact_policy", "lossy"),
+    [
+        ("sliding", "partial"),
+        pytest.param("dense", "selected", marks=long),
+        pytest.param("aligned", "partial", marks=long),
+    ],
+)
+def test_another_policy_takes_over_after_a_restart(jobs: Jobs, exact_policy: str, lossy: str) -> None:
     """An exact snapshot is continued by partial ones exactly; partial ones by exact ones, from then on."""
-    run = ("--run", "other", "--total", "400", "--step-ms", "5")
-    sliding = ["--set", 'policy="sliding"', "--set", "window=3"]
+    run = ("--run", f"other-{exact_policy}", "--total", "400", "--step-ms", "5")
+    window = "null" if exact_policy == "dense" else "3"
+    exactly = ["--set", f'policy="{exact_policy}"', "--set", f"window={window}"]
+    told = "selected (by model)" if lossy == "selected" else lossy
     reference = _states(jobs, "reference")
     jobs.run("plain", "--states", str(reference), "--total", "40", daemon="none")
-    jobs.run("plain", *sliding, *run, "--kill-at", "9", "--kill-sealed", expect_killed=True)
+    jobs.run("plain", *exactly, *run, "--kill-at", "9", "--kill-sealed", expect_killed=True)
 
     second = _states(jobs, "second")
     out = jobs.run(
         "plain",
-        *(*partial_options(), *run, "--seed", "1000", "--states", str(second)),
+        *(*partial_options(policy=lossy), *run, "--seed", "1000", "--states", str(second)),
         *("--kill-after-new-window", "6"),
         expect_killed=True,
     )
-    assert "the script asks for partial snapshots, and they are sliding so far" in jobs.log(out)
+    assert f"the script asks for {told} snapshots, and they are {exact_policy} so far" in jobs.log(out)
     timeline = _load(reference)
     for step, state in _load(second).items():
         if 9 < step < 40:
@@ -298,14 +308,15 @@ def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
     third = _states(jobs, "third")
     out = jobs.run(
         "plain",
-        *(*sliding, *run, "--seed", "1001", "--states", str(third), "--kill-after-new-window", "6"),
+        *(*exactly, *run, "--seed", "1001", "--states", str(third), "--kill-after-new-window", "6"),
         expect_killed=True,
     )
     log = jobs.log(out)
     assert "PARTIAL SNAPSHOTS" in log
-    assert "the script asks for sliding snapshots, and they are partial so far; until a whole window" in log
+    asks = f"the script asks for {exact_policy} snapshots, and they are {told} so far; until a whole window"
+    assert asks in log
     exact = _states(jobs, "exact")
-    options = [*sliding, *run, "--seed", "1002", "--states", str(exact)]
+    options = [*exactly, *run, "--seed", "1002", "--states", str(exact)]
     out = jobs.run("plain", *options, "--total", str(max(_load(third)) + 6))
     assert "lost" not in jobs.report(out)
     assert "PARTIAL" not in jobs.log(out)
