@@ -284,6 +284,8 @@ class ServingDevice:
         self.state, self._confirmed, self._base = None, False, b""  # until this has come to its end
         if self.backup is not None:
             self.backup.use(before.backup if before is not None else None, epoch)
+        for name in set(self.cache.requests()) - set(before.requests if before is not None else ()):
+            self.cache.end(name)  # it was begun by a step that does not count, or nobody knows it any more
         if before is None:
             layout = place_server(self.model, group.devices, hybrid=self.options.hybrid)
             self.state = ServerState(layout, epoch)
@@ -291,8 +293,6 @@ class ServingDevice:
             return SettledEpoch(None, time.perf_counter() - begun)
         if self.device in keepers:
             self._base = before.encode()
-        for name in set(self.cache.requests()) - set(before.requests):
-            self.cache.end(name)  # it was begun by a step that does not count
         for each in before.requests.values():
             self.cache.begin(each.request.id, each.request.most_tokens)
         there = before.layout.devices

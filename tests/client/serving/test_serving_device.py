@@ -147,6 +147,19 @@ def test_damaged_backups_are_computed_again(
     server.close()
 
 
+@pytest.mark.parametrize("words", range(4, 9))
+def test_the_last_one_that_knows_is_lost_before_the_others_do(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]], words: int
+) -> None:
+    """Nobody knows any request then: clients ask again."""
+    server = ThreadedServer(tiny_model("llama"), [0])
+    server.serve(REQUESTS, steps=3)
+    server.come_back(1)
+    server.serve(REQUESTS, dies=(0, words))
+    server.serve(REQUESTS)
+    assert server.answers == undisturbed("llama")
+
+
 def test_a_request_without_a_backup_is_served_beside_others(
     tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> None:
