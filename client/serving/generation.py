@@ -129,6 +129,11 @@ class StripeTable(msgspec.Struct, kw_only=True):
     tags: dict[int, int] = {}
     last_tag: int = 0
 
+    @property
+    def taken(self) -> list[int]:
+        """Stripes of requests, in an order that is the same on all devices."""
+        return [stripe for own in self.stripes.values() for stripe in own]
+
 
 class _StateMessage(msgspec.Struct):
     """A `ServerState` as bytes."""

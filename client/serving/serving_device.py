@@ -34,6 +34,7 @@ from ckptd.client.serving.device_group import DeviceGroup, gather_bytes, gather_
 from ckptd.client.serving.generation import GenerationRequest, RequestState, ServerState, sample
 from ckptd.client.serving.kv_backup import KvBackup
 from ckptd.client.serving.kv_cache import KvCache
+from ckptd.client.serving.kv_copies import KvCopies
 from ckptd.client.serving.weight_files import DeviceWeights
 from ckptd.core.serving.loss_plan import DevicePlan, KvFetch, WeightFetch, plan_devices
 from ckptd.core.serving.request_routing import route_requests
@@ -60,6 +61,7 @@ class EngineOptions:
         hybrid: heads that do not divide are computed by each request's own device (`place_server`).
         ordered: answers do not depend on the number of devices (`Decoder`).
         use_backup: after a loss, read KV from the backup; else all of it is computed again.
+        backup_copies: on how many other nodes a node's blocks are, too (`KvCopies`).
         unit_s: see `Decoder`.
     """
 
@@ -68,6 +70,7 @@ class EngineOptions:
     hybrid: bool = True
     ordered: bool = True
     use_backup: bool = True
+    backup_copies: int = 0
     unit_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class EngineOptions:
                 f"piece_tokens is {self.piece_tokens}: it must be a multiple of block_tokens, "
                 f"{self.block_tokens}"
             )
+        if self.backup_copies < 0:
+            raise ValueError(f"backup_copies is {self.backup_copies}: it must not be negative")
         if self.unit_s < 0:
             raise ValueError(f"unit_s is {self.unit_s}: it must not be negative")
 
@@ -103,13 +108,16 @@ class SettledEpoch:
     Attributes:
         plan: None: nothing had to change.
         seconds: that it took this device.
-        backup_bytes, peer_bytes: KV that this device has read, and received.
+        backup_bytes: KV that this device has read from the backup.
+        node_bytes: of it, from the memory of other nodes.
+        peer_bytes: KV that it has received from devices that computed it.
         recomputed: tokens that all compute again, of all requests.
     """
 
     plan: DevicePlan | None
     seconds: float
     backup_bytes: int = 0
+    node_bytes: int = 0
     peer_bytes: int = 0
     recomputed: int = 0
 
@@ -136,6 +144,7 @@ class ServingDevice:
         self.cache = KvCache(self.model, weights.files.dtype, weights.device)
         self._decoder = Decoder(device, weights, self.cache, ordered=options.ordered, unit_s=options.unit_s)
         self.backup: KvBackup | None = None
+        self.copies: KvCopies | None = None
         if backup is not None:
             self.attach(backup)
         self.state: ServerState | None = None
@@ -143,7 +152,7 @@ class ServingDevice:
         self._confirmed, self._base = False, b""  # of the state; and the one before, as bytes
 
     def attach(self, backup: KvBackup) -> None:
-        """Use a backup from now on.
+        """Use a backup from now on; in place of another one, if that one's memory is gone.
 
         Raises:
             ValueError: it is of another model, or has blocks of another size.
@@ -154,7 +163,12 @@ class ServingDevice:
                 f"the backup has blocks of {backup.block_tokens} tokens, the server of "
                 f"{self.options.block_tokens}: begin a backup of its own"
             )
+        if self.backup is not None:
+            self.backup.drain()
+            backup.use(self.backup.table(), 0)
+            self.backup.close()
         self.backup = backup
+        self.copies = KvCopies(self.device, backup, self.options.backup_copies)
 
     def check(self, request: GenerationRequest) -> None:
         """Check what a client asks for, before it is told to others.
@@ -184,8 +198,11 @@ class ServingDevice:
         """
         assert self.state is not None, "settle() comes before step()"
         payload = msgspec.msgpack.encode(list(inbox)) if inbox else b""
-        heads = gather_numbers(group, [word, len(payload), int(stop)])
-        brought = gather_bytes(group, payload) if any(size for _, size, _ in heads) else []
+        sizes = self.copies.ready() if self.copies is not None else []
+        heads = gather_numbers(group, [word, len(payload), int(stop), *sizes])
+        if self.copies is not None:
+            self.copies.exchange(group, [row[3:] for row in heads])
+        brought = gather_bytes(group, payload) if any(size for _, size, *_ in heads) else []
         # All have come here, so nobody goes back to before the last forward, or before the last epoch.
         self._confirm()
         self._end_finished()
@@ -193,7 +210,7 @@ class ServingDevice:
             if each:
                 self._begin(unpack(_decoder, each))
         self.state.commits += 1
-        newest, stopping = max(word for word, _, _ in heads), any(stop for *_, stop in heads)
+        newest, stopping = max(word for word, *_ in heads), any(stop for _, _, stop, *_ in heads)
         if newest > self.state.epoch or stopping:
             return Heard(newest, stopping, {})
         return Heard(newest, stopping, self._compute(group))
@@ -282,8 +299,9 @@ class ServingDevice:
         begun = time.perf_counter()
         before, keepers = self._agree(group)
         self.state, self._confirmed, self._base = None, False, b""  # until this has come to its end
-        if self.backup is not None:
-            self.backup.use(before.backup if before is not None else None, epoch)
+        if self.backup is not None and self.copies is not None:
+            table = before.backup if before is not None else None
+            self.backup.use(table, epoch, self.copies.meet(group, table))
         for name in set(self.cache.requests()) - set(before.requests if before is not None else ()):
             self.cache.end(name)  # it was begun by a step that does not count, or nobody knows it any more
         if before is None:
@@ -303,12 +321,15 @@ class ServingDevice:
             lost=[d for d in there if d not in keepers],
             joined=[d for d in group.devices if d not in there or d not in keepers],
         )
-        backup_bytes, kept = self._read_backup(plan)
+        backup_bytes, node_bytes, kept = self._read_backup(group, plan)
         peer_bytes = self._move_kv(group, plan)
         recomputed = self._enter(before, plan, gather_numbers(group, kept) if kept else [], epoch)
+        if self.copies is not None:
+            self.copies.begin()
         if plan.lost or plan.joined:
             logger.info("device %d: %s", self.device, plan.reason)
-        return SettledEpoch(plan, time.perf_counter() - begun, backup_bytes, peer_bytes, recomputed)
+        seconds = time.perf_counter() - begun
+        return SettledEpoch(plan, seconds, backup_bytes, node_bytes, peer_bytes, recomputed)
 
     def _agree(self, group: DeviceGroup) -> tuple[ServerState | None, set[int]]:
         """The state from which all go on, and the devices that have what it says of them; None: nobody has
@@ -373,18 +394,20 @@ class ServingDevice:
             return 0
         return self.backup.index.tokens(request, layer, head)
 
-    def _read_backup(self, plan: DevicePlan) -> tuple[int, list[int]]:
-        """Read what was lost and is needed here; bytes, and how many tokens of each request are right."""
+    def _read_backup(self, group: DeviceGroup, plan: DevicePlan) -> tuple[int, int, list[int]]:
+        """Read what was lost and is needed here; bytes, of them bytes of other nodes, and how many tokens of
+        each request are right.
+        """
         kept = {each.id: each.tokens for each in plan.requests}
-        size = 0
-        for each in plan.kv:
-            if each.source is None and each.target == self.device:
-                assert self.backup is not None, "a plan without a backup reads none"
-                into = self.cache.head(each.request, each.layer, each.head)
-                right = self.backup.read(each.request, each.layer, each.head, each.tokens, into)
-                kept[each.request] = min(kept[each.request], right)
-                size += right * self.model.kv_token_bytes
-        return size, list(kept.values())
+        lost = [each for each in plan.kv if each.source is None]
+        if not lost:
+            return 0, 0, list(kept.values())
+        assert self.copies is not None, "a plan without a backup reads none"
+        right, received = self.copies.read(
+            group, lost, lambda each: self.cache.head(each.request, each.layer, each.head)
+        )
+        tokens = sum(right[each.request] for each in lost if each.target == self.device)
+        return tokens * self.model.kv_token_bytes, received, list((kept | right).values())
 
     def _move_kv(self, group: DeviceGroup, plan: DevicePlan) -> int:
         """Send and receive what moves: one message for each pair of devices, in the same order everywhere."""

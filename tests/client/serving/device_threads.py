@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,11 @@ class DyingGroup:
 class ThreadedServer:
     """Devices of one process.
 
+    Args:
+        nodes: the node of each device; all are on one if it is not given.
     Attributes:
         answers: tokens of requests that have ended, as each device knows them.
+        memories: of the backup, by node.
         settled: of the last epoch, by device.
     """
 
@@ -64,6 +67,7 @@ class ThreadedServer:
         devices: Iterable[int],
         *,
         stripes: int = 0,
+        nodes: Mapping[int, str] | None = None,
         block_tokens: int = 4,
         piece_tokens: int = 8,
         column_block: int = 0,
@@ -72,14 +76,13 @@ class ThreadedServer:
         self._folder, self._column_block = folder, column_block
         self._options = EngineOptions(block_tokens=block_tokens, piece_tokens=piece_tokens, **options)
         self.files = self._open()
-        self.memory: memoryview | None = None
+        self._nodes, self._geometry = nodes or {}, None
+        self.memories: dict[str, memoryview] = {}
         if stripes:
             model = self.files.model
             sizes = (model.layers, model.kv_heads, model.kv_token_bytes, block_tokens)
             one = model.layers * model.kv_heads * model.kv_token_bytes * block_tokens
-            geometry = BackupGeometry(self.files.identity, *sizes, quota_bytes=stripes * one)
-            self.memory = memoryview(bytearray(backup_bytes(geometry)))
-            format_backup(self.memory, geometry)
+            self._geometry = BackupGeometry(self.files.identity, *sizes, quota_bytes=stripes * one)
         self.devices = {device: self._device(device) for device in devices}
         self.settled: dict[int, SettledEpoch] = {}
         self._epoch = 0
@@ -89,9 +92,15 @@ class ThreadedServer:
 
     def _device(self, device: int) -> ServingDevice:
         files, backup = self._open(), None
-        if self.memory is not None:
-            backup = KvBackup(self.memory, files.dtype, files.model.head_dim)
+        if self._geometry is not None:
+            backup = self._backup(self._nodes.get(device, ""), self._geometry)
         return ServingDevice(device, DeviceWeights(files), self._options, backup)
+
+    def _backup(self, node: str, geometry: BackupGeometry) -> KvBackup:
+        if node not in self.memories:
+            self.memories[node] = memoryview(bytearray(backup_bytes(geometry)))
+            format_backup(self.memories[node], geometry)
+        return KvBackup(self.memories[node], self.files.dtype, self.files.model.head_dim, node)
 
     def come_back(self, device: int) -> None:
         """Start a device anew, with empty memory."""
@@ -101,7 +110,28 @@ class ThreadedServer:
     def lose(self, *devices: int) -> None:
         """Between two steps."""
         for device in devices:
-            del self.devices[device]
+            backup = self.devices.pop(device).backup
+            if backup is not None:
+                backup.close()
+
+    def lose_node(self, node: str) -> None:
+        """With its devices and its memory, between two steps."""
+        self.lose(*(device for device in list(self.devices) if self._nodes.get(device, "") == node))
+        del self.memories[node]
+
+    def lose_memory(self, node: str) -> None:
+        """Its devices go on with an empty one."""
+        assert self._geometry is not None
+        del self.memories[node]
+        for number, device in self.devices.items():
+            if self._nodes.get(number, "") == node:
+                device.attach(self._backup(node, self._geometry))
+
+    def drain(self) -> None:
+        """Wait until all blocks are in the memory of the nodes that computed them."""
+        for device in self.devices.values():
+            if device.backup is not None:
+                device.backup.drain()
 
     @property
     def answers(self) -> dict[str, tuple[int, ...]]:

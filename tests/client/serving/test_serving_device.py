@@ -132,12 +132,10 @@ def test_damaged_backups_are_computed_again(
 ) -> None:
     server = ThreadedServer(tiny_model("llama"), range(2), stripes=64)
     server.serve(REQUESTS, steps=8)
-    for device in server.devices.values():
-        assert device.backup is not None
-        device.backup.drain()
-    assert server.memory is not None
-    for at in range(len(server.memory) // 8, len(server.memory), 97):  # behind the table
-        server.memory[at] ^= 0xFF
+    server.drain()
+    (memory,) = server.memories.values()
+    for at in range(len(memory) // 8, len(memory), 97):  # behind the table
+        memory[at] ^= 0xFF
     server.lose(1)
     server.serve(REQUESTS)
     backup = server.devices[0].backup
@@ -145,6 +143,117 @@ def test_damaged_backups_are_computed_again(
     assert backup.damaged > 0
     assert server.answers == undisturbed("llama")
     server.close()
+
+
+NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
+
+
+def _copied(server: ThreadedServer) -> None:
+    """Serve on until every block is on the other nodes, too."""
+    server.drain()
+    server.serve(steps=1)
+
+
+def test_a_node_is_lost_with_its_memory_and_comes_back(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
+) -> None:
+    """Its blocks come from the copy on the next node. What was on it as a copy is copied again, so that the
+    next node may be lost, too.
+    """
+    server = ThreadedServer(tiny_model("llama"), range(5), stripes=64, nodes=NODES, backup_copies=1)
+    server.serve(REQUESTS, steps=7)
+    for node in ("b", "a"):
+        _copied(server)
+        server.lose_node(node)
+        server.serve(REQUESTS, steps=1)
+        settled = server.settled[4]
+        assert settled.plan is not None
+        assert settled.plan.lost == tuple(device for device, of in NODES.items() if of == node)
+        assert settled.backup_bytes > 0
+        assert 0 < settled.recomputed < 8 * len(settled.plan.requests)
+        server.serve(steps=1)
+    server.come_back(2)
+    server.serve(REQUESTS, steps=2)
+    _copied(server)
+    server.lose_node("c")
+    server.serve(REQUESTS)
+    assert server.settled[2].backup_bytes > 0
+    server.close()
+    assert server.answers == undisturbed("llama")
+
+
+def test_a_device_is_lost_and_its_node_has_no_other(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
+) -> None:
+    """Nobody there can read the node's memory: without a copy all is computed again."""
+    for copies in (0, 1):
+        server = ThreadedServer(
+            tiny_model("llama"), range(3), stripes=64, nodes={0: "a", 1: "b", 2: "c"}, backup_copies=copies
+        )
+        server.serve(REQUESTS, steps=7)
+        _copied(server)
+        server.lose(1)
+        server.serve(REQUESTS)
+        server.close()
+        assert (sum(each.backup_bytes for each in server.settled.values()) > 0) == bool(copies)
+        assert server.answers == undisturbed("llama")
+
+
+def test_the_memory_of_a_node_is_lost_alone(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]]
+) -> None:
+    """Its devices go on with another memory, and its blocks come from the copies if one of them is lost."""
+    server = ThreadedServer(tiny_model("llama"), range(4), stripes=64, nodes=NODES, backup_copies=1)
+    server.serve(REQUESTS, steps=7)
+    _copied(server)
+    server.lose_memory("a")
+    server.lose(1)
+    server.serve(REQUESTS, steps=1)
+    settled = server.settled[0]
+    assert settled.plan is not None
+    assert 0 < settled.recomputed < 8 * len(settled.plan.requests)
+    assert sum(server.settled[device].backup_bytes for device in (0, 2, 3)) > 0
+    _copied(server)
+    server.lose_node("b")  # what it had, and what node a had lost, is on node a now
+    server.serve(REQUESTS)
+    assert server.settled[0].recomputed < 8 * len(settled.plan.requests)
+    server.close()
+    assert server.answers == undisturbed("llama")
+
+
+def _nodes_lost(folder: Path, seed: int) -> dict[str, tuple[int, ...]]:
+    """As `_disturbed`, with nodes that lose their memory, too."""
+    draw = random.Random(seed)
+    server = ThreadedServer(
+        folder,
+        range(5),
+        stripes=draw.choice([10, 50]),
+        nodes=NODES,
+        backup_copies=draw.choice([0, 1, 1, 2]),
+        hybrid=draw.random() < 0.7,
+    )
+    for _ in range(draw.randrange(1, 6)):
+        for device in NODES:
+            if device not in server.devices and draw.random() < 0.4:
+                server.come_back(device)
+        if len(server.devices) > 1:
+            victim, words = draw.choice(list(server.devices)), draw.randrange(draw.choice([8, 60, 200]))
+            server.serve(REQUESTS, dies=(victim, words))
+            node = NODES[victim]
+            if draw.random() < 0.6 and any(NODES[each] != node for each in server.devices):
+                server.lose_node(node)
+    server.serve(REQUESTS)
+    server.close()
+    return server.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_nodes_are_lost_at_any_moment(
+    tiny_model: Models, undisturbed: Callable[[str], dict[str, tuple[int, ...]]], first: int
+) -> None:
+    for seed in range(first, first + 8):
+        assert _nodes_lost(tiny_model("llama"), seed) == undisturbed("llama"), f"seed {seed}"
 
 
 @pytest.mark.parametrize("words", range(4, 9))
