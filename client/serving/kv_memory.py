@@ -8,7 +8,10 @@ the daemon: what is in it is the server's own affair (`ckptd.client.serving.kv_b
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import msgspec
 
 import ckptd
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotFile
@@ -17,6 +20,7 @@ from ckptd.client.daemon_link.session import Session
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
 from ckptd.client.options import DaemonOptions
+from ckptd.client.serving.device_group import DeviceGroup, gather_bytes
 from ckptd.client.serving.kv_backup import backup_bytes, format_backup, geometry_of
 from ckptd.core.serving.kv_backup_index import BackupGeometry
 from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
@@ -24,13 +28,34 @@ from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.launch import ensure_daemon, unexpected
 from ckptd.transport.messages import Attach, SegmentInfo
 from ckptd.units import format_bytes
+from ckptd.unpacking import unpack
 
 __all__ = ["KvMemory"]
 
 logger = get_logger(__name__)
 
+_NO_FILE = (-1, -1)
 _TOPOLOGY = "server"
 _MAKE_S = 600.0
+
+
+class _Mapped(msgspec.Struct):
+    """What a device has mapped; ``there``: its file is still where it was."""
+
+    node: str
+    path: str
+    there: bool
+
+
+_mapped = msgspec.msgpack.Decoder(_Mapped)
+
+
+def _file_at(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:  # there is none yet, or it was removed with its daemon's folder
+        return _NO_FILE
+    return found.st_dev, found.st_ino
 
 
 class KvMemory:
@@ -50,6 +75,7 @@ class KvMemory:
     ) -> None:
         self._identity, self._geometry = identity, geometry
         self._own: MappedSegment | None = None
+        self._path, self._file = "", _NO_FILE
         size = backup_bytes(geometry) if owner else 0
         attach = Attach(
             identity.job,
@@ -145,6 +171,34 @@ class KvMemory:
         except (OSError, SegmentError) as error:
             text = f"the memory of its backup cannot be used: {error}"
             raise DaemonUnavailable(text, operation="reserve") from error
+
+    def share(self, group: DeviceGroup) -> memoryview | None:
+        """Have all devices of a node map one memory: what any of them has already, else one of a new device.
+
+        Returns:
+            What to use from now on; None: what this device has.
+        Raises:
+            ValueError, AttachRefused, DaemonUnavailable: as `open_own`.
+        """
+        same = bool(self._path) and self._file == _file_at(self._path)
+        own = _Mapped(self.session.node_id, self._path, there=same)
+        rows = gather_bytes(group, msgspec.msgpack.encode(own))
+        told = {device: unpack(_mapped, row) for device, row in zip(group.devices, rows, strict=True)}
+        there = {each.node: each.path for each in reversed(told.values()) if each.there}
+        if all(each.path and (each.there or each.node not in there) for each in told.values()):
+            return None  # also if all of a node have lost its file: it is mapped, and the daemon may be away
+        mates = {device: each for device, each in told.items() if each.node == own.node}
+        new = [device for device, each in mates.items() if not each.path]
+        path = there.get(own.node, "")
+        if not path and self._identity.rank == next(iter(new), None):  # its daemon was there when it began
+            path = str(self.open_own())
+        paths = dict(zip(group.devices, gather_bytes(group, path.encode()), strict=True))
+        path = next(filter(None, (paths[device].decode() for device in mates)), "")
+        if not path or (own.there and path == self._path):
+            return None
+        found = self.shared(Path(path))
+        self._path, self._file = path, _file_at(path)
+        return found
 
     def shared(self, path: Path) -> memoryview:
         """The backup in a segment, whoever owns it.

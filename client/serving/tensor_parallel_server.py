@@ -23,7 +23,7 @@ from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
 from ckptd.client.options import DaemonOptions
 from ckptd.client.rerouting.epoch_group import OF_CALLS, EpochGroup, EpochSeat
-from ckptd.client.serving.device_group import DeviceGroup, GlooDevices, gather_bytes
+from ckptd.client.serving.device_group import DeviceGroup, GlooDevices
 from ckptd.client.serving.generation import GenerationRequest
 from ckptd.client.serving.kv_backup import KvBackup
 from ckptd.client.serving.kv_memory import KvMemory
@@ -48,7 +48,7 @@ class ServerOptions:
     Attributes:
         model: a folder with ``config.json`` and safetensors files.
         sockets: a folder for the devices' sockets (`ServingClient`).
-        backup_bytes: the quota of the backup; 0: there is none.
+        backup_bytes: the quota of each node's backup; 0: there is none.
         job, run: names of the server at the daemon, and of its backup.
         compute: a torch device.
         events: a file to which each device appends what happens, as lines of JSON; None: nowhere.
@@ -84,7 +84,6 @@ class TensorParallelServer:
         self.device = ServingDevice(self._seat.rank, DeviceWeights(files, options.compute), options.engine)
         self._memory: KvMemory | None = None
         self._geometry: BackupGeometry | None = None
-        self._backup_path = ""
         if options.backup_bytes:
             self._memory = self._attach(files)
         self._events: TextIO | None = None
@@ -110,7 +109,8 @@ class TensorParallelServer:
             options.backup_bytes,
         )
         identity = Identity(options.job, options.run, rank, self._seat.world_size)
-        return KvMemory(identity, options.daemon, geometry, owner=rank == 0)
+        owner = int(os.environ.get("LOCAL_RANK", rank)) == 0
+        return KvMemory(identity, options.daemon, geometry, owner=owner)
 
     def serve(self) -> None:
         """Serve until a client says stop, whoever dies meanwhile.
@@ -148,7 +148,8 @@ class TensorParallelServer:
         heard = device.step(group, inbox, word=self._seat.line.heard(), stop=self._front.stopping)
         self._front.publish(device.state.requests, device.answers)
         if heard.tokens:
-            self._tell("tokens", count=len(heard.tokens), open=len(device.state.open))
+            uncopied = device.copies.waiting if device.copies is not None else 0
+            self._tell("tokens", count=len(heard.tokens), open=len(device.state.open), uncopied=uncopied)
         elif not device.state.requests and not inbox:
             time.sleep(_IDLE_S)
         return heard
@@ -157,23 +158,13 @@ class TensorParallelServer:
         begun = time.time()
         self._group: DeviceGroup = GlooDevices(group)
         if self._memory is not None:
-            self._share_backup(self._memory, self._group)
+            shared = self._memory.share(self._group)
+            if shared is not None:
+                files = self.device.weights.files
+                node = self._memory.session.node_id
+                self.device.attach(KvBackup(shared, files.dtype, files.model.head_dim, node))
         settled = self.device.settle(self._group, self._seat.line.epoch)
         self._tell_settled(settled, begun)
-
-    def _share_backup(self, memory: KvMemory, group: DeviceGroup) -> None:
-        """All map the same segment: that which any has already, else one of the first device."""
-        told = [each.decode() for each in gather_bytes(group, self._backup_path.encode())]
-        path = next(filter(None, told), "")
-        if not path:
-            if self._seat.rank == group.devices[0]:
-                path = str(memory.open_own())
-            path = gather_bytes(group, path.encode())[0].decode()
-        if path != self._backup_path:
-            files = self.device.weights.files
-            backup = KvBackup(memory.shared(Path(path)), files.dtype, files.model.head_dim)
-            self.device.attach(backup)
-            self._backup_path = path
 
     def _tell_settled(self, settled: SettledEpoch, begun: float) -> None:
         self._tell(
@@ -183,6 +174,7 @@ class TensorParallelServer:
             begun_s=begun,
             seconds=settled.seconds,
             backup_bytes=settled.backup_bytes,
+            node_bytes=settled.node_bytes,
             peer_bytes=settled.peer_bytes,
             recomputed=settled.recomputed,
             reason=settled.plan.reason if settled.plan is not None else "the first devices",
@@ -200,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of a Hugging Face model")
     parser.add_argument("--sockets", type=Path, required=True, help="folder for the devices' sockets")
     parser.add_argument("--backup", default="0", help="quota of the backup of KV, such as 4GiB")
+    parser.add_argument("--backup-copies", type=int, default=0, help="on so many other nodes, too")
     parser.add_argument("--job", default="server")
     parser.add_argument("--run", default="default")
     parser.add_argument("--daemon", default="auto", help="ipc:///path of the daemon's socket")
@@ -217,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         piece_tokens=args.piece_tokens,
         ordered=not args.sum_by_device,
         use_backup=not args.no_recovery,
+        backup_copies=args.backup_copies,
         unit_s=args.unit_us / 1e6,
     )
     options = ServerOptions(

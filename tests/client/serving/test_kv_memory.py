@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 
 from ckptd.client.identity import Identity
 from ckptd.client.options import DaemonOptions
+from ckptd.client.serving.device_group import ThreadDevices
 from ckptd.client.serving.kv_backup import backup_bytes, geometry_of
 from ckptd.client.serving.kv_memory import KvMemory
 from ckptd.core.serving.kv_backup_index import BackupGeometry
@@ -113,3 +117,75 @@ def test_a_daemon_that_is_restarted_adopts_it(run: str) -> None:
         assert [(each.kind, each.owned) for each in status.segments] == [("kv", True)]
         assert memory.shared(path)[-2:].tolist() == [6, 5]
         del shared
+
+
+def _share(memories: Mapping[int, KvMemory]) -> dict[int, memoryview | None]:
+    """What each device of an epoch is told to use."""
+    place, found = ThreadDevices(memories), dict[int, memoryview | None]()
+
+    def share(rank: int) -> None:
+        found[rank] = memories[rank].share(place.seat(rank))
+
+    threads = [threading.Thread(target=share, args=(rank,)) for rank in memories]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(memories)
+    return found
+
+
+def test_each_node_has_a_memory_of_its_own(run: str) -> None:
+    """Its devices share it, whoever comes later; one that is gone with its daemon is replaced as soon as a new
+    device is there.
+    """
+    with (
+        own_daemon("--memory", "64MiB") as here,
+        own_daemon("--memory", "64MiB") as there,
+        contextlib.ExitStack() as ends,
+    ):
+        nodes = {0: here, 1: there, 2: there}
+        memories = {
+            rank: ends.enter_context(attached(node.endpoint, run, rank)) for rank, node in nodes.items()
+        }
+        first = _share(memories)
+        mapped = {rank: each for rank, each in first.items() if each is not None}
+        assert len(mapped) == 3
+        mapped[1][-1] = 5
+        assert (mapped[0][-1], mapped[2][-1]) == (0, 5)
+        assert _share(memories) == {0: None, 1: None, 2: None}
+        with attached(there.endpoint, run, 3) as late:
+            later = _share(memories | {3: late})
+        assert (later[0], later[1], later[2]) == (None, None, None)
+        assert later[3] is not None
+        assert later[3][-1] == 5
+
+        there.kill()
+        shutil.rmtree(there.segment_dir)
+        assert _share(memories) == {0: None, 1: None, 2: None}  # nobody waits for the daemon
+        assert mapped[2][-1] == 5
+        there.segment_dir.mkdir(mode=0o700)
+        there.start()
+        again = _share(memories | {3: ends.enter_context(attached(there.endpoint, run, 3))})
+        assert again[0] is None
+        assert _share(memories) == {0: None, 1: None, 2: None}
+        assert [bytes(each[-1:]) for rank, each in again.items() if rank and each] == [b"\0"] * 3
+        del mapped, first, later, again
+
+
+def test_a_device_that_was_interrupted_comes_to_the_memory_of_the_others(run: str) -> None:
+    """It had the old one when another device had begun a new one."""
+    with own_daemon("--memory", "64MiB") as daemon, attached(daemon.endpoint, run, 0) as one:
+        first = _share({0: one})[0]
+        assert first is not None
+        for path in daemon.segment_dir.glob("*.kv"):
+            path.unlink()
+        with attached(daemon.endpoint, run, 1) as two:
+            begun = _share({1: two})[1]
+            assert begun is not None
+            begun[-1] = 9
+            shared = _share({0: one, 1: two})
+            assert shared[1] is None
+            assert shared[0] is not None
+            assert shared[0][-1] == 9
+            del first, begun, shared
