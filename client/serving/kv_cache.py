@@ -43,7 +43,8 @@ class KvCache:
         held = self._held[request]
         if (layer, head) not in held:
             shape = (2, self._capacity[request], self._model.head_dim)
-            held[layer, head] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            with torch.inference_mode(mode=False):  # else what is read from a backup could not be put into it
+                held[layer, head] = torch.zeros(shape, dtype=self._dtype, device=self._device)
         return held[layer, head]
 
     def has(self, request: str, layer: int, head: int) -> bool:

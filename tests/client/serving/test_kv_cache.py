@@ -28,3 +28,12 @@ def test_kv_of_requests() -> None:
     cache.end("b")
     assert list(cache.requests()) == ["a"]
     assert cache.held_bytes == 0
+
+
+def test_what_a_forward_has_made_can_be_written_by_a_recovery() -> None:
+    cache = KvCache(decoder(), torch.float32)
+    cache.begin("a", 9)
+    with torch.inference_mode():
+        cache.head("a", 0, 0)[:, :2] = 1.0
+    cache.head("a", 0, 0)[:, :5] = 2.0
+    assert cache.head("a", 0, 0).sum() == 2.0 * 2 * 5 * 4
