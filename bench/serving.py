@@ -7,7 +7,8 @@
 - *Throughput* with one, two and three of eight devices lost, against four, which is what a server that needs a
   power of two restarts on. Eight processes would share these processors, so devices are threads whose units of
   work last ``--unit-ms`` each. No placement can exceed n / 4 here.
-- *The backup's price*: processor time for a token with and without it, on one device, turn by turn.
+- *The backup's price*: processor time for a token with and without it, on one device, turn by turn; and of two
+  devices on two nodes (threads) with and without copies, of which no network is a part.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import argparse
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from bench.common import Metric, emit, in_shared_environment, median, parser, table
-from ckptd.client.serving.device_group import ThreadDevices
+from ckptd.client.serving.device_group import DeviceGroup, ThreadDevices
 from ckptd.client.serving.generation import GenerationRequest
 from ckptd.client.serving.kv_backup import KvBackup, backup_bytes, format_backup
 from ckptd.client.serving.serving_device import EngineOptions, ServingDevice
@@ -46,7 +47,8 @@ def main() -> None:
     metrics: dict[str, Metric] = {"prompt_tokens": args.prompt, "requests": args.requests}
     with tempfile.TemporaryDirectory(prefix="ckptd-bench-serving-") as scratch:
         folder = Path(scratch)
-        metrics |= _price(save_model(folder / "price", Sizes()), args)
+        priced = save_model(folder / "price", Sizes())
+        metrics |= _price(priced, args) | _price_of_copies(priced, args)
         dense = Sizes(layers=args.layers, hidden=32, kv_heads=8, head_dim=8, experts=0, columns=56)
         metrics |= _throughput(save_model(folder / "dense", dense), args)
         larger = Sizes(layers=args.layers, hidden=128, kv_heads=8, head_dim=32, experts=8, columns=128)
@@ -110,13 +112,58 @@ def _price(model: Path, args: argparse.Namespace) -> dict[str, Metric]:
     }
 
 
+def _price_of_copies(model: Path, args: argparse.Namespace) -> dict[str, Metric]:
+    """Two servers of two devices on two nodes, with and without copies, compute the same tokens in turns."""
+    turns, steps = 12 * args.rounds, 2 * EngineOptions().block_tokens
+    request = GenerationRequest(id="a", prompt=_prompt(1, 64), most=steps * (turns + 2) + 8)
+    spent: dict[int, list[float]] = {0: [], 1: []}
+    groups = {copies: ThreadDevices([0, 1]) for copies in spent}
+    servers = {
+        copies: [_alone(model, request.most_tokens, device, copies) for device in range(2)]
+        for copies in spent
+    }
+
+    def together(copies: int, work: Callable[[ServingDevice, DeviceGroup], None]) -> None:
+        seats = [(each, groups[copies].seat(each.device)) for each in servers[copies]]
+        threads = [threading.Thread(target=work, args=seat) for seat in seats]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def begin(device: ServingDevice, group: DeviceGroup) -> None:
+        device.settle(group, 0)
+        device.step(group, [request])
+
+    def serve(device: ServingDevice, group: DeviceGroup) -> None:
+        for _ in range(steps):
+            device.step(group)
+        assert device.backup is not None
+        device.backup.drain()
+
+    for copies in servers:
+        together(copies, begin)
+    for turn in range(-2, turns):
+        for copies in (turn % 2, (turn + 1) % 2):
+            begun = time.process_time()
+            together(copies, serve)
+            if turn >= 0:
+                spent[copies].append((time.process_time() - begun) / steps)
+    for device in [device for devices in servers.values() for device in devices]:
+        assert device.backup is not None
+        device.backup.close()
+    ratios = [with_it / without for with_it, without in zip(spent[1], spent[0], strict=True)]
+    return {"copies_cost": median(ratios) - 1, "copies_cost_of_means": sum(spent[1]) / sum(spent[0]) - 1}
+
+
 def _heads(model: Path) -> int:
     sizes = ModelFiles(model).model
     return sizes.layers * sizes.kv_heads
 
 
-def _alone(model: Path, most_tokens: int | None) -> ServingDevice:
-    files, options, backup = ModelFiles(model), EngineOptions(), None
+def _alone(model: Path, most_tokens: int | None, device: int = 0, copies: int = 0) -> ServingDevice:
+    """A device that is alone on its node."""
+    files, options, backup = ModelFiles(model), EngineOptions(backup_copies=copies), None
     if most_tokens is not None:
         sizes = files.model
         token = sizes.layers * sizes.kv_heads * sizes.kv_token_bytes
@@ -126,8 +173,8 @@ def _alone(model: Path, most_tokens: int | None) -> ServingDevice:
         )
         memory = memoryview(bytearray(backup_bytes(geometry)))
         format_backup(memory, geometry)
-        backup = KvBackup(memory, files.dtype, sizes.head_dim)
-    return ServingDevice(0, DeviceWeights(files), options, backup)
+        backup = KvBackup(memory, files.dtype, sizes.head_dim, f"node {device}")
+    return ServingDevice(device, DeviceWeights(files), options, backup)
 
 
 # --- throughput ----------------------------------------------------------------------------------------
