@@ -517,7 +517,7 @@ class Checkpointer:
             window,
         ]
         if identity.world_size > 1:
-            head += placement_lines(self._binding)
+            head += placement_lines(self._binding, self._subject.sharing)
         if self._loop.resumed:
             head.append(self._loop.resumed)
         head += self._pipeline.describe()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
@@ -21,7 +22,7 @@ from ckptd.client.identity import Identity, identify
 from ckptd.client.model.freezing import choose_freezing
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
-from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
+from ckptd.client.model.replicated_params import NOTHING_SHARED, ReplicatedParams, find_replicas
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
@@ -73,6 +74,7 @@ def examine(
     if ledger is not None:
         stateful[BATCHES] = ledger
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    _check_optimizers(listed)
     binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)
     check_sharded(binding)
     if options.snapshots.of_experts is not None and options.recovery.park:
@@ -111,6 +113,15 @@ def examine(
     if identity.world_size > 1 and _has_process_group():
         sharing = ReplicatedParams(find_replicas(binding, layout.replicated, identity.rank))
     return TrainingState(binding, stateful, identity, freezing, operators, sharing)
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("megatron.") and not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} of Megatron-Core is around torch optimizers: create the "
+                "Checkpointer by ckptd.client.frameworks.megatron.checkpointer(model, optimizer, ...)"
+            )
 
 
 def _has_process_group() -> bool:
@@ -172,12 +183,19 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
 # -- sharded and replicated parameters, as wrappers and DTensors say; never guessed from values -----
 
 
-def placement_lines(binding: LiveState) -> list[str]:
-    """Lines for ``describe()``: the number of parameters by placement, with one name each."""
+def placement_lines(binding: LiveState, given: ReplicatedParams = NOTHING_SHARED) -> list[str]:
+    """Lines for ``describe()``: the number of parameters by placement, with one name each.
+
+    Args:
+        given: what ranks hold alike, those of ``LayoutOptions.replicated`` included.
+    """
     replicated = dict(_replicated(binding.model))
+    for name, over in given.replicas.items():
+        how = f"replicated over {len(over.ranks)} ranks (LayoutOptions.replicated)"
+        replicated.setdefault(id(binding.params[name]), how)
     groups: dict[str, list[str]] = {}
     for name, param in binding.params.items():
-        default = "told by no wrapper: each rank keeps its own"
+        default = "without a wrapper: each rank keeps its own"
         how = _of_dtensor(param) or replicated.get(id(param), default)
         groups.setdefault(how, []).append(name)
     lines = [f"parameters {how}: {len(names)} ({names[0]})" for how, names in groups.items()]

@@ -264,7 +264,8 @@ def _given_by_user(binding: LiveState, patterns: Mapping[str, Any]) -> Iterator[
                 f"or a DeviceMesh of one dimension ({error})"
             ) from error
         wanted = plain.get(pattern, pattern)
-        names = [n for n in binding.params if fnmatch.fnmatchcase(n, wanted)]
+        exact = wanted in binding.params
+        names = [wanted] if exact else [n for n in binding.params if fnmatch.fnmatchcase(n, wanted)]
         if not names:
             raise ValueError(
                 f"replicated[{pattern!r}]: no parameter has such a name; names look like "

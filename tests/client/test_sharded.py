@@ -118,7 +118,7 @@ def test_placements_are_told_as_wrappers_tell_them() -> None:
     lines = placement_lines(binding)
     assert "parameters sharded along 0 over 3 ranks (dp): 1 (experts.up)" in lines
     assert "parameters replicated over 3 ranks (dp): 1 (norm.weight)" in lines
-    assert "parameters told by no wrapper: each rank keeps its own: 3 (experts.down)" in lines
+    assert "parameters without a wrapper: each rank keeps its own: 3 (experts.down)" in lines
 
 
 @pytest.mark.usefixtures("second_of_three")

@@ -7,6 +7,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -84,9 +85,15 @@ class _Closing:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if beginning(NOT_RUN, b) is not None], ids=str)
 def test_a_block_that_is_not_run_is_a_program(block: CodeBlock) -> None:
     """What it imports is there."""
-    for node in ast.parse(block.text).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            execute(compile(ast.Module([node], []), block.page, "exec"), {})
+    program = ast.parse(block.text)
+    if "megatron" in block.text and find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed: pip install 'ckptd[megatron]'")
+    with warnings.catch_warnings():
+        if "megatron" in block.text:
+            warnings.simplefilter("ignore")  # its own, about what it does not find
+        for node in program.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                execute(compile(ast.Module([node], []), block.page, "exec"), {})
 
 
 def test_no_preparation_and_no_exception_is_left_over() -> None:

@@ -66,7 +66,9 @@ def test_user_code_that_reads_all_gradients_falls_back_to_dropping_them(jobs: Jo
     """
     run = uuid.uuid4().hex[:8]
     reference = jobs.run("own_norm", "--total", "15", daemon="none")
-    jobs.run("own_norm", "--total", "15", "--run", run, "--kill-at", "11", expect_killed=True)
+    jobs.run(
+        "own_norm", "--total", "15", "--run", run, "--kill-at", "11", "--kill-sealed", expect_killed=True
+    )
     process, out = jobs.start("own_norm", "--total", "15", "--run", run, "--seed", "77")
     process.join(60)
     assert process.exitcode == 1
@@ -139,6 +141,7 @@ def test_a_loop_that_is_left_and_entered_again_goes_on(jobs: Jobs) -> None:
         "9",
         "--kill-at",
         "10",
+        "--kill-sealed",
         expect_killed=True,
     )
     resumed = jobs.run("plain", "--total", "15", "--run", run, "--seed", "77")

@@ -47,7 +47,7 @@ def test_resumes_at_the_exact_bits(parent: Parent, daemon: DaemonProcess, tmp_pa
     """
     total = ("--total", str(TOTAL))
     plain, run = Life(tmp_path / "plain.pt", case, *total), Run(tmp_path, daemon, case, *total)
-    killed = run.life("--kill-at", str(KILL_AT), "--kill-point", "step")
+    killed = run.life("--kill-at", str(KILL_AT), "--kill-point", "step", "--kill-sealed")
     resumed = run.life("--seed", "77", "--verify")
     codes = parent.live([[plain, killed], [resumed]])
     assert codes == [[0, -signal.SIGKILL], [0]], plain.log + killed.log + resumed.log
