@@ -87,10 +87,17 @@ class Processes:
         until(lambda: reached() or any(h.poll() for h in self.hosts.values()), what)
         assert reached(), f"{what}: {self.logs}"
 
-    def kill(self, rank: int) -> None:
-        """SIGKILL the device's process; its host starts another one."""
-        pid = [each["pid"] for each in self.told("settled") if each["rank"] == rank][-1]
+    def kill(self, rank: int) -> int:
+        """SIGKILL the device's process, whose number this is; its host starts another one."""
+        pid: int = [each["pid"] for each in self.told("settled") if each["rank"] == rank][-1]
         os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def is_back(self, rank: int, killed: int) -> bool:
+        """Whether all devices go on with another process in place of one that was killed."""
+        last = self.told("settled")[-1]
+        pids = [e["pid"] for e in self.told("settled") if e["rank"] == rank and e["epoch"] == last["epoch"]]
+        return last["absent"] == [] and bool(pids) and pids[-1] != killed
 
     def kill_host(self, rank: int) -> None:
         """With its device's process."""
@@ -151,24 +158,23 @@ class Clients:
 def test_devices_are_killed_and_every_request_keeps_its_tokens(
     tiny_model: Models, endpoint: str, start: Callable[..., Processes]
 ) -> None:
-    """One device, then the one that owns the backup's memory; both come back, and the clients see no seam."""
+    """One device, then the one that owns the backup's memory; both come back, and the clients see no seam.
+
+    If gloo forgets a send (docs/serving.md, section 10), a device may be back before the others have gone on
+    without it: that epoch is settled by none.
+    """
     server = start(tiny_model("qwen3_moe"), "--backup", "1MiB", "--daemon", endpoint, "--run", "killed")
     clients = Clients(server.sockets, REQUESTS)
     for number, victim in enumerate((2, 0), start=1):
         server.until(lambda number=number: clients.least >= 20 * number, "tokens")  # type: ignore[misc]
-        server.kill(victim)
-        server.until(
-            lambda victim=victim: any(victim in e["absent"] for e in server.told("settled")),  # type: ignore[misc]
-            f"the others go on without {victim}",
-        )
-        server.until(lambda: server.told("settled")[-1]["absent"] == [], "its return")
+        killed = server.kill(victim)
+        server.until(lambda: server.is_back(victim, killed), f"{victim} is back")  # noqa: B023 - called here
     clients.wait()
     assert all(len(each) == 150 for each in clients.found.values()), server.logs
     undisturbed = ThreadedServer(tiny_model("qwen3_moe"), [0], piece_tokens=32)
     undisturbed.serve(REQUESTS)
     assert {name: tuple(tokens) for name, tokens in clients.found.items()} == undisturbed.answers
-    losses = [each for each in server.told("settled") if each["absent"]]
-    assert sum(each["backup_bytes"] for each in losses) > 0
+    assert sum(each["backup_bytes"] for each in server.told("settled")) > 0
     with ControlClient(endpoint) as client:
         status = client.ask(GetStatus(), Status)
     assert len([each for each in status.segments if each.run == "killed"]) == 1  # the same memory for all
