@@ -8,6 +8,7 @@ output, and the last lines name it. More than `MOST` are no chance: then nothing
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     if code != _FAILED or not 0 < len(failed) <= MOST:
         return code
     _say("Alone, after all others:", failed)
+    os.environ.pop("CKPTD_CPU_SECONDS", None)  # that file is of all tests
     code = _pytest(["-p", "no:cacheprovider", *failed])
     if code == 0:
         _say("FAILED AMONG OTHERS, passed alone (reports above):", failed)
