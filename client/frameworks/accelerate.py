@@ -18,6 +18,7 @@ except ImportError as missing:
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.frameworks.step_driver import whole_state
 from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
 __all__ = ["checkpointer"]
@@ -53,15 +54,9 @@ def checkpointer(
     own: dict[str, Stateful] = {"accelerator": _Counts(accelerator)}
     if accelerator.scaler is not None:
         own["scaler"] = accelerator.scaler
-    twice = sorted(own.keys() & (state or {}).keys())
-    if twice:
-        raise ValueError(
-            f"state= contains {', '.join(twice)}, which ckptd takes from the accelerator: remove "
-            "it, or choose another name"
-        )
+    whole = whole_state(own, state or {})
     groups = CheckpointerOptions.of(options)
     who = groups.run.completed(rank=accelerator.process_index, world_size=accelerator.num_processes)
-    whole = {**own, **(state or {})}
     return Checkpointer(model, optimizer, whole, **replace(groups, run=who).keywords())
 
 

@@ -26,6 +26,7 @@ except ImportError as missing:
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.frameworks.step_driver import whole_state
 from ckptd.client.options import CheckpointerOptions, LayoutOptions, OptionGroups, check_keywords
 
 __all__ = ["checkpointer"]
@@ -62,7 +63,7 @@ def checkpointer(
     check_keywords("checkpointer()", options)
     groups = CheckpointerOptions.of(options)
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    whole = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+    net = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
     parts = list(_parts(optimizer))
     optimizers = [_torch_optimizer(part) for part in parts]
     if not optimizers:
@@ -72,13 +73,8 @@ def checkpointer(
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None:
             own[f"megatron_scaler.{number}"] = scaler
-    if twice := sorted(own.keys() & (state or {}).keys()):
-        raise ValueError(
-            f"state= contains {', '.join(twice)}, which ckptd takes from Megatron: remove it, or choose "
-            "another name"
-        )
-    chosen = replace(groups, layout=_layout(groups.layout, whole, parts))
-    return Checkpointer(whole, optimizers, {**own, **(state or {})}, **chosen.keywords())
+    chosen = replace(groups, layout=_layout(groups.layout, net, parts))
+    return Checkpointer(net, optimizers, whole_state(own, state or {}), **chosen.keywords())
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:

@@ -79,7 +79,7 @@ def name_of_this_training(run: RunOptions) -> RunOptions:
 
 
 def whole_state(own: Mapping[str, Stateful], given: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """The objects that a callback captures itself, and those of the user.
+    """The objects of the library that ckptd captures itself, and those of the user.
 
     Raises:
         ValueError: two have the same name.
@@ -87,7 +87,8 @@ def whole_state(own: Mapping[str, Stateful], given: Mapping[str, Stateful]) -> d
     twice = sorted(own.keys() & given.keys())
     if twice:
         raise ValueError(
-            f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose another name"
+            f"state= contains {', '.join(twice)}, which ckptd captures itself: remove it, or choose another "
+            "name"
         )
     return {**own, **given}
 

@@ -105,7 +105,7 @@ def said() -> dict[str, object]:
         ("torch's", ("AdamW", "get_megatron_optimizer", "ckptd.client.Checkpointer")),
         ("inside", ("FP32Optimizer", "SimpleNamespace", "no torch optimizer")),
         ("stubs", ("updates no parameter of this rank",)),
-        ("twice", ("megatron_scaler.0", "takes from Megatron")),
+        ("twice", ("megatron_scaler.0", "captures itself")),
         ("directly", ("ChainedOptimizer", "ckptd.client.frameworks.megatron.checkpointer(model, optimizer")),
     ],
 )
