@@ -20,7 +20,7 @@ import random
 
 from bench.common import clock_ms, emit, median, parser
 from ckptd.core.advice.advice import Advice, advise
-from ckptd.core.advice.failure_simulation import mean_ettr
+from ckptd.core.advice.failure_simulation import mean_shares
 from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, rank_shape
 from ckptd.core.advice.outlook import Conditions
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
@@ -166,7 +166,7 @@ def advice_s(rounds: int) -> dict[str, float]:
             for outlook in best:
                 assert outlook is not None
                 drawn = (failures_at_random(conditions.mtbf_s, hours, seed) for seed in range(20))
-                mean_ettr(outlook, conditions.iteration_s, drawn, hours)
+                mean_shares(outlook, conditions.iteration_s, drawn, hours)
 
         found[f"advise_s_{name}"] = median([clock_ms(rate) for _ in range(rounds)]) / 1e3
         found[f"played_s_{name}"] = median([clock_ms(play_all) for _ in range(rounds)]) / 1e3

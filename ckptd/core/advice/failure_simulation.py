@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ckptd.core.advice.outlook import PolicyOutlook
 
-__all__ = ["PlayedRun", "RecordedFailures", "mean_ettr", "mean_shares", "play", "recorded_failures"]
+__all__ = ["PlayedRun", "RecordedFailures", "mean_shares", "play", "recorded_failures"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +177,6 @@ def mean_shares(
     runs = zip(drawn, itertools.repeat(()) if losses_s is None else losses_s, strict=False)
     played = [play(outlook, iteration_s, failures_s, length_s, lost) for failures_s, lost in runs]
     return statistics.fmean(run.ettr for run in played), statistics.fmean(run.lost_share for run in played)
-
-
-def mean_ettr(
-    outlook: PolicyOutlook,
-    iteration_s: float,
-    drawn: Iterable[Iterable[float]],
-    length_s: float,
-    losses_s: Iterable[Iterable[float]] | None = None,
-) -> float:
-    """The part of the time that counts; arguments as of `mean_shares`."""
-    return mean_shares(outlook, iteration_s, drawn, length_s, losses_s)[0]
 
 
 def _merged(failures_s: Iterable[float], losses_s: Iterable[float]) -> Iterator[tuple[float, bool]]:
