@@ -38,6 +38,7 @@ from ckptd.storage.image_format import (
     LENGTH_BYTES,
     MAX_DIMS,
     MAX_HEADER_BYTES,
+    SCALARS,
     HeaderError,
     ImageError,
     ImageTensor,
@@ -447,6 +448,11 @@ class ImageView:
         """The bytes of tensor ``name``, in place; KeyError if the image has none."""
         tensor = self._by_name[name]
         return self._buf[tensor.offset : tensor.offset + tensor.nbytes]
+
+    @property
+    def scalars(self) -> memoryview:
+        """The step's scalars, packed, in place; KeyError if the image has none."""
+        return self.data(SCALARS)[: self.scalars_len]
 
     def __iter__(self) -> Iterator[ImageTensor]:
         return iter(self.entries)

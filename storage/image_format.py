@@ -28,6 +28,7 @@ __all__ = [
     "MAX_DIMS",
     "MAX_HEADER_BYTES",
     "OWN_PREFIX",
+    "SCALARS",
     "HeaderError",
     "ImageError",
     "ImageTensor",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 FORMAT = "ckptd/1"
+SCALARS = "ckptd.scalars"
+"""The tensor with the step's scalars, packed; ``scalars_len`` of its bytes are used."""
 
 DTYPE_SIZE: Mapping[str, int] = {
     "BOOL": 1,

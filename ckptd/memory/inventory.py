@@ -235,7 +235,6 @@ def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, .
 
 _Container = Annotated[str, msgspec.Meta(max_length=1024)]
 _Tokens = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
-_SCALARS = "ckptd.scalars"
 
 
 class _OfExperts(msgspec.Struct, frozen=True):
@@ -267,8 +266,7 @@ def _lost_updates(segments: Sequence[Segment], *, every: bool) -> tuple[float, t
         return 0.0, ()
     segment, index, header = max(sealed, key=lambda one: (one[2].epoch, one[2].iteration))
     try:
-        view = ImageView(segment.image(index, header))
-        found = unpack(_scalars, view.data(_SCALARS)[: view.scalars_len]).experts
+        found = unpack(_scalars, ImageView(segment.image(index, header)).scalars).experts
     except (ImageError, ValueError, LookupError):
         return 0.0, ()  # damaged, or being overwritten; sealing and scrubbing report damage
     now = segment.header(index)

@@ -36,7 +36,6 @@ __all__ = ["DurablePlan", "NewestSnapshot", "choice_after", "read_newest"]
 
 logger = logging.getLogger(__name__)
 
-_SCALARS = "ckptd.scalars"
 _EXPERT = 4  # of a packed operator: [container, index] if it is an expert, else nil
 
 
@@ -110,7 +109,7 @@ def read_newest(
         view = ImageView(image)
         if xxhash.xxh3_128_digest(image[: view.data_offset]) != header.header_digest:
             return None
-        asked = unpack(_scalars, view.data(_SCALARS)[: view.scalars_len]).experts
+        asked = unpack(_scalars, view.scalars).experts
         if asked is None or asked.durable is None:
             return None
         operators = unpack(_operators, descriptor.client).operators

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, EntrySource, parse_entry_name
+from ckptd.client.model.snapshot_layout import DTYPES, STATIC, EntrySource, parse_entry_name
 from ckptd.cuda.engine import HostMemory
 from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import SCALARS
 
 __all__ = ["SnapshotImage"]
 
@@ -41,7 +42,7 @@ class SnapshotImage:
         return self._view
 
     def scalars(self) -> dict[str, Any]:
-        found: dict[str, Any] = values.unpack(bytes(self.view.data(SCALARS)[: self.view.scalars_len]))
+        found: dict[str, Any] = values.unpack(bytes(self.view.scalars))
         return found
 
     def state_layout(self) -> dict[str, Any]:

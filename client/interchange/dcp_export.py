@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptd.client import values
-from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, buffer_of
+from ckptd.client.model.snapshot_layout import DTYPES, STATIC, buffer_of
 from ckptd.export.dcp_wire import Ask, DcpTensor, WriteJob, Wrote
+from ckptd.storage.image_format import SCALARS
 
 __all__ = ["main", "own_pipes"]
 

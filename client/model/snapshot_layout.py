@@ -23,7 +23,7 @@ from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.core.snapshot_policy import Level
 from ckptd.storage.gradient_block import block_bytes_max
 from ckptd.storage.image import ImageLayout
-from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.image_format import SCALARS, TensorEntry
 
 __all__ = [
     "DTYPES",
@@ -66,7 +66,6 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-SCALARS = "ckptd.scalars"
 # What a fresh process must know to rebuild optimizer state, the same in every image of a plan.
 STATIC = "ckptd.optim_layout"
 _PLAIN = (Tensor, torch.nn.Parameter)

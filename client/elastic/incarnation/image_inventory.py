@@ -21,7 +21,7 @@ import torch
 from ckptd.client import values
 from ckptd.client.daemon_link.mapped_segment import SlotFile
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, EntrySource, parse_entry_name
+from ckptd.client.model.snapshot_layout import DTYPES, STATIC, EntrySource, parse_entry_name
 from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.core.slots.segment_format import FILE_ENDS, REPLICA_ENDS, WORLD_TOPOLOGY, Kind, SlotHeader
@@ -30,7 +30,7 @@ from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.checkpoints.names import incarnation_of_run
 from ckptd.storage.image import ImageView, verify
-from ckptd.storage.image_format import ImageError, ImageTensor
+from ckptd.storage.image_format import SCALARS, ImageError, ImageTensor
 
 __all__ = [
     "ImageKey",
@@ -312,7 +312,7 @@ class ParamFacts:
     """
 
     def __init__(self, view: ImageView) -> None:
-        scalars: dict[str, Any] = values.unpack(bytes(view.data(SCALARS)[: view.scalars_len]))
+        scalars: dict[str, Any] = values.unpack(bytes(view.scalars))
         layout: dict[str, Any] = values.unpack(bytes(view.data(STATIC)))
         self.scalars = scalars
         self._absent = frozenset(scalars["absent"])
