@@ -66,6 +66,10 @@ def test_resumes_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess, option
     for reference, life in zip(plain, resumed, strict=True):
         assert 0 < resumed_at(life.log) <= KILL_AT, life.log
         assert differences(reference.out, life.out) == [], life.log
-    if "--expert-parallel" not in options and "--capture-each" not in options and "2" not in options:
-        assert "captured by" in resumed[0].log
-        assert "rank 1" in resumed[0].log.rpartition("captured by")[2]
+    alone = {
+        "--capture-each",
+        "--tensor-parallel",
+        "--pipeline",
+    }  # no data-parallel rank holds the same weights
+    table = resumed[0].log.rpartition("captured by")[2]
+    assert ("rank 1" in table) == alone.isdisjoint(options), table
