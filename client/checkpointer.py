@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import ckptd
 from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.program import Program, this_program
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.capture.step_state import Stateful, StepScalars
@@ -520,6 +521,8 @@ class Checkpointer:
             head += placement_lines(self._binding, self._subject.sharing)
         if self._loop.resumed:
             head.append(self._loop.resumed)
+        kept = [o for o in self._subject.stateful.values() if isinstance(o, ObjectAttributes)]
+        head += filter(None, (each.describe() for each in kept))
         head += self._pipeline.describe()
         if self._loop.parking is not None:
             head.append(self._loop.parking.describe())

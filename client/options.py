@@ -496,6 +496,10 @@ class LayoutOptions:
     """One rank captures each replicated parameter, so that bytes are spread evenly. False: each rank
     captures all of its parameters."""
 
+    attributes: bool = True
+    """Capture the attributes that modules of your classes change while they train, such as counters and
+    histories. False: only parameters and buffers."""
+
     def __post_init__(self) -> None:
         operators = self.operators
         if not (operators is None or callable(operators) or isinstance(operators, Mapping)):
@@ -508,8 +512,9 @@ class LayoutOptions:
                 raise ValueError(
                     f"{what}= is a {type(mapping).__name__}; pass a dict by parameter names, or None"
                 )
-        if self.capture_once not in (True, False):
-            raise ValueError(f"capture_once={self.capture_once!r}: pass True or False")
+        for what, flag in (("capture_once", self.capture_once), ("attributes", self.attributes)):
+            if flag not in (True, False):
+                raise ValueError(f"{what}={flag!r}: pass True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ except ImportError as missing:
     ) from missing
 
 from ckptd.client import values
+from ckptd.client.capture.object_attributes import of_trainer
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
@@ -527,6 +528,7 @@ class TrainerLoop:
             "log": LogHistory(trainer),
             "data": self._position,
             "lr_scheduler": trainer.lr_scheduler,
+            "attributes": of_trainer((*trainer.callback_handler.callbacks, trainer), given["model"]),
         }
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from ckptd.client import values
+from ckptd.client.capture.object_attributes import of_trainer
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
@@ -323,6 +324,7 @@ class LightningLoop:
             "data": self._position,
             "sums": EpochSums(trainer, self._layers),
             "callbacks": CallbackStates(trainer, own),
+            "attributes": of_trainer([c for c in trainer.callbacks if c is not own], trainer.strategy.model),
         }
         for at, config in enumerate(trainer.lr_scheduler_configs):
             state[f"lr_scheduler.{at}"] = config.scheduler

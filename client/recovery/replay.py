@@ -42,6 +42,7 @@ from ckptd.client.capture.comparison import (
     same_bits,
     scalar_differences,
 )
+from ckptd.client.capture.object_attributes import ATTRIBUTES
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.data.ledger import BATCHES
@@ -251,7 +252,7 @@ class Replay(ReplayProgress):
                 self._binding.masters[name].grad = None
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
-            if name != BATCHES or name in scalars["state"]:  # absent in what 0.4 recorded
+            if name in scalars["state"] or name not in (BATCHES, ATTRIBUTES):  # absent in older snapshots
                 item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])

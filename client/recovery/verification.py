@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.capture.comparison import Differences
+from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.step_state import Stateful, apply_groups, gather_groups, reproducible
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
@@ -184,6 +186,10 @@ def _likely_causes(what: str, changed: str, stateful: Mapping[str, Stateful], de
     causes = []
     if changed:
         causes.append(f"this process does not run as the one that recorded: {changed}")
+    kept = [item for item in stateful.values() if isinstance(item, ObjectAttributes)]
+    if left := list(chain.from_iterable(item.left_out() for item in kept)):
+        named = ", ".join(left[:_DIFFERENCES_SHOWN])
+        causes.append(f"attributes change while they train, and no snapshot has them: {named}")
     if "state[" in what:
         causes.append("an object in state= does not give back all that it needs to go on")
     if not any(_is_loader(item) for item in stateful.values()):

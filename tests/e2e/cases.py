@@ -112,8 +112,10 @@ class Model(nn.Module):
         noise: float = 0.3,
         ckpt_mode: str = "",
         batch_norm: bool = False,
+        counting: bool = False,
     ) -> None:
         super().__init__()
+        self.forwards, self.drawn = 0, [1.0] if counting else []
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(fused, noise) for _ in range(LAYERS))
         self.bn = nn.BatchNorm1d(WIDTH) if batch_norm else None
@@ -132,7 +134,14 @@ class Model(nn.Module):
         if self.bn is not None:
             x = self.bn(x.transpose(1, 2)).transpose(1, 2)
         logits: Tensor = self.head(x)
-        return logits
+        return logits * self.of_attributes() if self.drawn and self.training else logits
+
+    def of_attributes(self) -> float:
+        """A factor that follows from attributes which change with each forward."""
+        if self.forwards % 3 == 0:
+            self.drawn.append(float(torch.rand(())))
+        self.forwards += 1
+        return 1 + sum(self.drawn) / (9 + self.forwards)
 
 
 class Data:
@@ -643,6 +652,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "late_state": make(lambda ps: LateState(ps, lr=3e-3)),
     "own_norm": make(body=own_norm_body, sched=False),
     "groups": make(groups),
+    "attributes": make(counting=True),
     "autocast": make(body=autocast_body, sched=False),
     "autocast_fused": make(body=autocast_body, sched=False, fused=True),
     "scaler": scaler_case,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,39 @@ class Killer(TrainerCallback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KilledInSave(Trainer):  # type: ignore[misc]
+class Average(TrainerCallback):  # type: ignore[misc]
+    """An average of the weights, in a module that no one else knows; ``.data`` changes no version of a tensor."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average = copy.deepcopy(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for mean, param in zip(self.average.parameters(), model.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(param.data, alpha=0.1)
+
+
+class WithState(Trainer):  # type: ignore[misc]
+    """Keeps state of its own, as subclasses do: a count, and what it draws for several steps at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls = 0
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.calls % 5 == 0:
+            self.drawn = list(torch.rand(5).split(1))
+        self.calls += 1
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        if not model.training:
+            return loss
+        return loss * (1 + self.drawn[self.calls % 5].sum() / (10 + self.calls))
+
+
+class KilledInSave(WithState):
     """Is killed while it writes the checkpoint of step ``--kill-in-save``: model and optimizer are
     there, the rest is not.
     """
@@ -181,7 +214,8 @@ def main(argv: Sequence[str]) -> None:
             daemon=args.daemon,
             snapshots=SnapshotOptions(window=4),
         )
-    callbacks: list[Any] = [Killer(args.kill_at, protection)]
+    average = Average()
+    callbacks: list[Any] = [Killer(args.kill_at, protection), average]
     if protection is not None:
         callbacks.append(protection)
     length = {"max_steps": 18} if args.data == "stream" else {"num_train_epochs": 3}
@@ -219,4 +253,5 @@ def main(argv: Sequence[str]) -> None:
     )
     resume_from = True if args.resume_from == "last" else args.resume_from or None
     trainer.train(resume_from_checkpoint=resume_from)
-    torch.save(final_state(trainer), args.out)
+    kept = {f"average/{n}": p.detach().clone() for n, p in average.average.named_parameters()}
+    torch.save({**final_state(trainer), **kept, "calls": trainer.calls}, args.out)
