@@ -53,7 +53,9 @@ def saved_iterations(
         with connect(daemon or default_endpoint(), _ANSWER_S) as client:
             stored = client.ask(GetStatus(), Status).durable is not None
             seen = client.ask(
-                SeeRun(job, run, (), stored), RunSeen, timeout_s=_STORE_S if stored else _ANSWER_S
+                SeeRun(job, run, (), stored, every_rank=True),
+                RunSeen,
+                timeout_s=_STORE_S if stored else _ANSWER_S,
             )
         held = newest_history(seen)
     except (WireError, RefusedError, RequestTimeout, RemoteProtocolError) as error:

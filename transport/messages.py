@@ -301,20 +301,22 @@ class GetHoldings(Struct, frozen=True, tag=True):
         left_out: iteration and epoch of quarantined snapshots. Storage skips checkpoints with one of them
             and offers older ones.
         nodes: those of a start in progress. If the asking node is a member, they may act on the run too.
+        every_rank: of storage, what all ranks have there; else what those have that are attached here.
     """
 
     job: Name
     run: Name
     left_out: Annotated[tuple[tuple[Iteration, Epoch], ...], Meta(max_length=1 << 16)] = ()
     nodes: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)] = ()
+    every_rank: bool = False
 
 
 class SeeRun(Struct, frozen=True, tag=True):
     """Ask what is held of a run, on this node and on nodes of earlier epochs that are not in ``known``.
 
     ``storage``: include durable checkpoints if this node has a store. They appear as the node ".store", which
-    is in ``silent`` if it does not answer. ``patient``: wait for nodes without a sign of life as long as for
-    others.
+    is in ``silent`` if it does not answer. ``every_rank``: what all ranks have there, and not those alone that
+    are attached here. ``patient``: wait for nodes without a sign of life as long as for others.
     """
 
     job: Name
@@ -322,6 +324,7 @@ class SeeRun(Struct, frozen=True, tag=True):
     known: Annotated[tuple[Name, ...], Meta(max_length=1 << 20)] = ()
     storage: bool = False
     patient: bool = False
+    every_rank: bool = False
 
 
 class Welcome(Struct, frozen=True, tag=True):

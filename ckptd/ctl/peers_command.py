@@ -152,7 +152,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
         if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
         # Memory does not suffice: look at object storage, too.
-        seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
+        seen = client.ask(m.SeeRun(job, run, (), True, every_rank=True), m.RunSeen, timeout_s=_STORE_S)
         durable = newest_history(seen)
         stored = predict(RunHoldings(durable.snapshots, begun=durable.history.begun))
         return stored if stored.recoverable else found

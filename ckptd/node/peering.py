@@ -201,7 +201,7 @@ class Peering:
 
         marks = sorted(self.quarantine.marks(message.job, message.run))
         self._stored.ask(
-            GetHoldings(message.job, message.run, tuple(marks)),
+            GetHoldings(message.job, message.run, tuple(marks), every_rank=message.every_rank),
             Holdings,
             lambda h: answer(msgspec.structs.replace(seen, holdings=(*seen.holdings, h))),
             failed,

@@ -157,13 +157,14 @@ class CommitRank(Struct, frozen=True, tag=True):
 class FindStored(Struct, frozen=True, tag=True):
     """Find the committed checkpoints of these ranks; answered by `Found`.
 
-    ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one of them are skipped.
+    ``ranks``: None for all. ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one of
+    them are skipped.
     """
 
     id: int
     job: str
     run: str
-    ranks: list[int]
+    ranks: list[int] | None
     left_out: list[tuple[int, int]] = []
 
 

@@ -246,11 +246,12 @@ class RunStore:
         return Agreement.OTHERWISE if any(c.id != checkpoint for c in same) else Agreement.NOT_YET
 
     def find(
-        self, ranks: Iterable[int], *, left_out: frozenset[tuple[int, int]] = frozenset()
+        self, ranks: Iterable[int] | None, *, left_out: frozenset[tuple[int, int]] = frozenset()
     ) -> list[w.CommittedCheckpoint]:
         """These ranks' part of the newest committed checkpoints; empty if the run has none.
 
         Args:
+            ranks: None: all.
             left_out: iteration and epoch of quarantined snapshots; checkpoints with one of them are skipped.
         Raises:
             NothingUsable: the run has checkpoints, but none can be used. A job must not take this for an
@@ -266,7 +267,8 @@ class RunStore:
                 unusable.append(f"checkpoint {checkpoint.id} is damaged")
                 continue
             try:
-                found = [self._offer(checkpoint, rank) for rank in ranks]
+                of = range(checkpoint.world_size) if ranks is None else ranks
+                found = [self._offer(checkpoint, rank) for rank in of]
             except _OfAnotherRun as error:
                 self.at.report("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
                 continue

@@ -140,7 +140,8 @@ class StoreLink:
         self, message: GetHoldings, done: Callable[[Any], None], failed: Callable[[str, str], None]
     ) -> None:
         job, run = message.job, message.run
-        ranks, left_out = sorted(self._ranks_of(job, run)), list(message.left_out)
+        ranks = None if message.every_rank else sorted(self._ranks_of(job, run))
+        left_out = list(message.left_out)
 
         def found(reply: w.Found) -> None:
             segments = [s for c in reply.checkpoints if (s := self._held(c)) is not None]

@@ -7,9 +7,11 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
+from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.running import eventually
@@ -67,6 +69,10 @@ def test_a_job_that_lost_all_memory_resumes_from_storage_at_the_exact_bits(
     eventually(lambda: len(committed(store, run)) > 0, "a durable checkpoint", timeout_s=30)
     lose_memory(daemon)
     newest = committed(store, run)[0]  # until the daemon was gone, another one could follow
+    # Also while no rank is attached: until 0.4 nothing was told of storage then.
+    assert saved_iterations("e2e", run, daemon=daemon.endpoint)[0] == SavedIteration(
+        newest, ANY, durable=True
+    )
     resumed = jobs.run("plain", "--total", "40", "--run", run, "--seed", "77")
     assert jobs.report(resumed)["resumed_from"] == newest, jobs.log(resumed)
     assert differences(reference, resumed) == []
@@ -117,6 +123,8 @@ def test_what_two_nodes_have_alike_is_uploaded_once_and_both_come_back(
         assert 0.5 < sum(first.values()) / sum(second.values()) < 2
         for node in (daemon, other):
             lose_memory(node)
+            told = saved_iterations("e2e", run, daemon=node.endpoint)
+            assert (told[0].iteration, told[0].durable) == (end, True), "of the other node's rank, too"
         after = Ranks(jobs, run, *dense, "--seed", "7", each=nodes, total=30)
         outs = after.end()
     assert {jobs.report(out)["resumed_from"] for out in outs} == {end}, after.logs

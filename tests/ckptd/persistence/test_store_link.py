@@ -31,6 +31,7 @@ class Loop:
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.died: list[str] = []
         self.skipped_s = 0.0
+        self.attached = [0]
         self.child = StoreChild(
             w.Configure(url, {}, "auto", 2, 0.0, 20.0, False, w.Retain(1, 0, 0.0)),
             self,
@@ -40,7 +41,7 @@ class Loop:
         self.link = StoreLink(
             self.child,
             post=self.posted.put,
-            ranks_of=lambda job, run: [0],
+            ranks_of=lambda job, run: self.attached,
             segments=list,
             boot_id="b",
             clock=self.now_s,
@@ -61,14 +62,14 @@ class Loop:
     def now_s(self) -> float:
         return time.monotonic() + self.skipped_s
 
-    def ask(self) -> list[Any]:
+    def ask(self, *, every_rank: bool = False) -> list[Any]:
         """What comes back; a refusal is a (code, reason)."""
         answers: list[Any] = []
 
         def failed(code: str, reason: str) -> None:
             answers.append((code, reason))
 
-        self.link.ask(GetHoldings("job", "run"), Holdings, answers.append, failed)
+        self.link.ask(GetHoldings("job", "run", every_rank=every_rank), Holdings, answers.append, failed)
         return answers
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -103,6 +104,15 @@ def loop(segment: Segment, tmp_path: Path) -> Iterator[Loop]:
     assert isinstance(answers[0], Holdings)
     yield made
     made.child.close()
+
+
+def test_what_is_durable_is_told_of_ranks_that_are_attached_here_or_of_all(loop: Loop) -> None:
+    """`saved_iterations` and `ckptctl whatif` took a run without trainers here for one without checkpoints."""
+    loop.attached = []
+    found = {every: loop.ask(every_rank=every) for every in (False, True)}
+    loop.run_until(lambda: all(found.values()))
+    ranks = {every: [segment.rank for segment in held.segments] for every, (held,) in found.items()}
+    assert ranks == {False: [], True: [0]}
 
 
 def test_a_keeper_that_dies_over_the_question_what_is_durable_is_not_the_end_of_it(
