@@ -315,8 +315,8 @@ class SeeRun(Struct, frozen=True, tag=True):
     """Ask what is held of a run, on this node and on nodes of earlier epochs that are not in ``known``.
 
     ``storage``: include durable checkpoints if this node has a store. They appear as the node ".store", which
-    is in ``silent`` if it does not answer. ``every_rank``: what all ranks have there, and not those alone that
-    are attached here. ``patient``: wait for nodes without a sign of life as long as for others.
+    is in ``silent`` if it does not answer. ``every_rank``: what all ranks have there, not only those that are
+    attached here. ``patient``: wait for nodes without a sign of life as long as for others.
     """
 
     job: Name

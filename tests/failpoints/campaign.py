@@ -8,6 +8,8 @@ of a run that nobody has hurt. Points of a start are reached because something i
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
 import os
 import random
 import signal
@@ -15,38 +17,83 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ckptd.transport import wire
 from tests.e2e.harness import Jobs
+from tests.failpoints.beside import Beside
 from tests.failpoints.points import Kind, all_points
-from tests.failpoints.runtime import CLOCK_STEPS_S, ERRORS, Arm, forget_reached, reached
-from tests.failpoints.world import CASES, GRADIENTS, PEERS, Layout, Round, Training, Wrong, undisturbed
+from tests.failpoints.runtime import CLOCK_STEPS_S, ERRORS, Arm, answers, forget_reached, reached
+from tests.failpoints.world import (
+    CASES,
+    GRADIENTS,
+    LOGGED,
+    PEERS,
+    SETTINGS,
+    Layout,
+    Round,
+    Training,
+    Wrong,
+    undisturbed,
+)
 
 __all__ = ["Coverage", "campaign", "table"]
 
 PROCESSES = ("trainer", "daemon", "keeper", "recompute")
 PER_ROUND = 12
 MAX_NTH = 6
+MIXED_AFTER = 20  # rounds, in which most kinds of jobs have been
+BESIDE = 0.25  # the share of the strikes beside which something else happens, to see what that reaches
 OFTEN = 4  # what a process has reached more often is reached while it trains, too, and not in its start alone
+CUT, OF_SOCKETS = "ECONNRESET", ("sendall", "sendmsg", "recv_into")
 SITE = Path(__file__).parent / "site"
 _Key = tuple[str, str, str]  # kind of process, point, before or after
 
 
-class Coverage:
-    """What was reached, and how often each was hurt."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a point was reached that is not reached in every job.
 
-    def __init__(self, plans: Path) -> None:
-        self._plans = plans
+    Attributes:
+        layout: the job.
+        how: what happened beside; ``EIO@point``: an injected error; `AT_END`: the end of the job; "": nothing.
+    """
+
+    layout: Layout
+    how: str
+
+
+AT_END = "at the end"
+
+
+class Coverage:
+    """What was reached, and how often each was hurt: in this run, and with a file in all runs that have used it.
+
+    Args:
+        file: JSON; several campaigns may add to it at once.
+    """
+
+    def __init__(self, plans: Path, file: Path | None = None) -> None:
+        self._plans, self._file = plans, file
         self._earlier: Counter[_Key] = Counter()  # of rounds that are over
         self.points = all_points()
         self.fired: Counter[_Key] = Counter()
         self.missed: Counter[_Key] = Counter()
+        self.ways: dict[_Key, Way] = {}
+        self._learnt: set[_Key] = set()  # of this round
+        self.sums: Counter[str] = Counter()  # strikes, rounds, failed rounds
+        self._saved: dict[str, Counter[Any]] = {}  # what of it is in the file
+        self.save()
 
     def here(self) -> dict[_Key, int]:
         """How often a process of this round reached each, by the most that one did."""
-        return {k: n for k, n in reached(self._plans).items() if k[0] in PROCESSES and k[1] in self.points}
+        return {k: n for k, n in reached(self._plans).items() if self._is_known(k)}
+
+    def _is_known(self, key: _Key) -> bool:
+        return key[0] in PROCESSES and key[1] in self.points
 
     def known(self) -> dict[_Key, int]:
         """The same, of all rounds."""
@@ -56,27 +103,127 @@ class Coverage:
         """Other processes, which may reach other points."""
         self._earlier |= Counter(self.here())
         forget_reached(self._plans)
+        self._learnt = set()
 
-    def draw(self, rng: random.Random) -> Arm:
-        """One of those of this round that were hurt, or waited for in vain, least."""
+    def learn(self, layout: Layout, how: str) -> None:
+        """What this round has reached since the last call was reached in this way, or in answer to an error."""
+        after_errors, here = answers(self._plans), self.here().keys()
+        new, self._learnt = here - self._learnt, set(here)
+        for key in new:
+            way = Way(layout, after_errors.get(key, how))
+            if key not in self.ways or (self.ways[key].how and not way.how):
+                self.ways[key] = way
+
+    def draw(self, rng: random.Random, layout: Layout) -> tuple[Arm, str]:
+        """One of those of this round that were hurt, or waited for in vain, least; and what has to happen beside."""
         known = self.here()
-        least = min(self.fired[key] + self.missed[key] for key in known)
-        process, point, when = key = rng.choice(
-            sorted(k for k in known if self.fired[k] + self.missed[k] == least)
-        )
+        for key, way in self.ways.items():
+            if way.layout == layout and way.how != AT_END:
+                known.setdefault(key, 1)
+        key = self._least(rng, known)
+        process, point, when = key
+        way_there = self.ways[key].how if key in self.ways else ""
         nth = min(known[key], 2 ** rng.randrange(4), MAX_NTH)
+        error, _, at = way_there.partition("@")
+        if at:
+            return Arm(at, process, "before", 1, error, then=(point, when)), ""
         actions = ["kill"] * 6 + ["stop", "delay", *CLOCK_STEPS_S]
-        if when == "before" and self.points[point].kind in (Kind.FILE, Kind.RENAME):
-            actions += [*ERRORS]
-        return Arm(point, process, when, nth, rng.choice(actions), often=known[key] > OFTEN)
+        if when == "before":
+            actions += self._errors_at(point)
+        often = known[key] > OFTEN
+        if way_there:
+            nth, often = 1, False
+        return Arm(point, process, when, nth, rng.choice(actions), often=often), way_there
 
-    def note(self, plan: Arm, *, hurt: bool) -> None:
-        (self.fired if hurt else self.missed)[plan.process, plan.point, plan.when] += 1
+    def _errors_at(self, point: str) -> list[str]:
+        """What the system may answer there."""
+        if self.points[point].kind in (Kind.FILE, Kind.RENAME):
+            return [error for error in ERRORS if error != CUT]
+        return [CUT] * 3 if point.partition("/")[2].partition("#")[0] in OF_SOCKETS else []
+
+    def draw_at_end(self, rng: random.Random) -> Arm | None:
+        """One of those that the end of a job alone reaches."""
+        known = {key: 1 for key, way in self.ways.items() if way.how == AT_END}
+        if not known:
+            return None
+        process, point, when = self._least(rng, known)
+        return Arm(point, process, when, 1, rng.choice(["kill", "kill", "stop", "delay"]))
+
+    def draw_layout(self, rng: random.Random) -> Layout | None:
+        """The job in which one of those was reached that were hurt least in all runs."""
+        if not self.ways:
+            return None
+        return self.ways[self._least(rng, self.ways)].layout
+
+    def _least(self, rng: random.Random, keys: Iterable[_Key]) -> _Key:
+        tried = {key: self.fired[key] + self.missed[key] for key in keys if self._is_known(key)}
+        least = min(tried.values())
+        return rng.choice(sorted(key for key, n in tried.items() if n == least))
+
+    def note(self, plan: Arm, *, hurt: bool, then: bool = False) -> None:
+        """What came of a plan."""
+        if plan.then is not None:
+            key = (plan.process, *plan.then)
+            (self.fired if then else self.missed)[key] += 1
+        key = plan.process, plan.point, plan.when
+        if hurt or plan.then is None:
+            (self.fired if hurt else self.missed)[key] += 1
+
+    def save(self) -> None:
+        """Add what is new to the file, and read what others have added."""
+        if self._file is None:
+            return
+        counts: dict[str, Counter[Any]] = {"hurt": self.fired, "missed": self.missed, "sums": self.sums}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                found = json.loads(self._file.read_text())
+            except FileNotFoundError:
+                found = {}
+            for name, mine in counts.items():
+                new = mine - self._saved.get(name, Counter())
+                mine.clear()
+                for text, number in found.get(name, {}).items():
+                    mine[text if name == "sums" else tuple(text.split())] = number
+                mine.update(new)
+                self._saved[name] = Counter(mine)
+            self._earlier |= Counter({_key(text): n for text, n in found.get("reached", {}).items()})
+            self._earlier |= Counter(self.here())
+            self._earlier = Counter({k: n for k, n in self._earlier.items() if self._is_known(k)})
+            for text, way in found.get("ways", {}).items():
+                key, theirs = _key(text), Way(Layout(**way["layout"]), way["how"])
+                if self._is_known(key) and (key not in self.ways or not theirs.how):
+                    self.ways[key] = theirs
+            text = json.dumps(
+                {
+                    **{name: {_text(k): n for k, n in sorted(c.items())} for name, c in counts.items()},
+                    "reached": {_text(k): n for k, n in sorted(self._earlier.items())},
+                    "ways": {_text(k): asdict(way) for k, way in sorted(self.ways.items())},
+                },
+                indent=0,
+            )
+            new_file = self._file.with_suffix(".new")
+            new_file.write_text(text)
+            new_file.rename(self._file)
+
+
+def _text(key: _Key | str) -> str:
+    return key if isinstance(key, str) else " ".join(key)
+
+
+def _key(text: str) -> _Key:
+    process, point, when = text.split()
+    return process, point, when
 
 
 def draw_layout(rng: random.Random, case: str) -> Layout:
+    """A job of this case."""
+    if case == "a pipeline":
+        case = rng.choice(sorted(LOGGED))
     num_nodes = rng.choice((2, 3) if case == GRADIENTS else (1, 2, 2, 3, 4))
-    num_ranks = max(num_nodes, rng.choice((2, 2, 3)))
+    num_ranks = LOGGED.get(case) or max(num_nodes, rng.choice((2, 2, 3)))
+    num_nodes = min(num_nodes, num_ranks)
     replicas = rng.randint(1 if case == GRADIENTS else 0, min(2, num_nodes - 1))
     return Layout(
         case,
@@ -85,7 +232,8 @@ def draw_layout(rng: random.Random, case: str) -> Layout:
         replicas,
         stores=rng.random() < 0.5,
         peers=rng.choice(sorted(PEERS)) if num_nodes > 1 else "streams",
-        parks=rng.random() < 0.25,
+        parks=case in LOGGED or rng.random() < 0.25,
+        setting=rng.choice(("", *sorted(SETTINGS))),
     )
 
 
@@ -97,17 +245,23 @@ def campaign(
     *,
     layouts: Sequence[Layout] = (),
     limit_s: float = float("inf"),
+    file: Path | None = None,
 ) -> tuple[list[Round], Coverage]:
-    """Rounds until so many points have fired, or the time is over; ``layouts`` in place of drawn ones."""
+    """Rounds until so many points have fired, or the time is over; ``layouts`` in place of drawn ones, in which
+    nothing happens beside strikes. ``file``: keeps the coverage.
+    """
     plans = Path(os.environ["FAILPOINTS_DIR"])
-    rng, jobs, coverage = random.Random(seed), Jobs(folder, "none"), Coverage(plans)
+    rng, jobs, coverage = random.Random(seed), Jobs(folder, "none"), Coverage(plans, file)
     references: dict[tuple[str, int], list[Path]] = {}
     rounds: list[Round] = []
-    cases = (*CASES, GRADIENTS)
-    begun = time.monotonic()
-    while coverage.fired.total() < kills and time.monotonic() - begun < limit_s:
+    cases = (*CASES, GRADIENTS, "a pipeline")
+    begun, num_struck = time.monotonic(), 0
+    while num_struck < kills and time.monotonic() - begun < limit_s:
         number = len(rounds)
-        layout = layouts[number % len(layouts)] if layouts else draw_layout(rng, cases[number % len(cases)])
+        layout = layouts[number % len(layouts)] if layouts else None
+        if layout is None and coverage.sums["rounds"] >= MIXED_AFTER and rng.random() < 0.5:
+            layout = coverage.draw_layout(rng)
+        layout = layout or draw_layout(rng, cases[number % len(cases)])
         of = layout.trained, layout.num_ranks
         if of not in references:
             references[of] = undisturbed(jobs, layout)
@@ -117,12 +271,28 @@ def campaign(
         try:
             with training:
                 training.begin()
+                coverage.learn(layout, "")
                 while len(training.round.strikes) < PER_ROUND and not training.over:
-                    if coverage.fired.total() >= kills or time.monotonic() - begun > limit_s:
+                    if num_struck >= kills or time.monotonic() - begun > limit_s:
                         break
-                    plan = coverage.draw(rng)
-                    coverage.note(plan, hurt=training.strike(plan).fired is not None)
-                training.finish(references[of])
+                    plan, how = coverage.draw(rng, layout)
+                    if not how and not layouts and rng.random() < BESIDE:
+                        how = rng.choice([*Beside])
+                    beside = Beside(how) if how else None
+                    if beside is not None and not training.can(beside):
+                        beside, how = None, ""
+                    strike = training.strike(plan, beside)
+                    coverage.note(plan, hurt=strike.fired is not None, then=strike.then)
+                    num_struck += strike.fired is not None
+                    coverage.learn(layout, how)
+                plan_at_end = None if layouts else coverage.draw_at_end(rng)
+                last = training.finish(references[of], plan_at_end)
+                if not layouts:
+                    training.forget(last)
+                    coverage.learn(layout, AT_END)
+                if last is not None:
+                    coverage.note(last.arm, hurt=last.fired is not None)
+                    num_struck += last.fired is not None
         except (Wrong, AssertionError) as error:
             training.round.failures.append(str(error))
         found = training.round
@@ -130,9 +300,13 @@ def campaign(
             "identical" if not found.failures else f"FAILED after {found.strikes[-1:]}: {found.failures[0]}"
         )
         say(
-            f"[{coverage.fired.total()}/{kills}] {layout}, seed {found.seed}: {len(found.strikes)} strikes, "
+            f"[{num_struck}/{kills}] {layout}, seed {found.seed}: {len(found.strikes)} strikes, "
             f"{found.lives} lives, {outcome}\n"
         )
+        coverage.sums["rounds"] += 1
+        coverage.sums["failed rounds"] += bool(found.failures)
+        coverage.sums["strikes"] += sum(strike.fired is not None for strike in found.strikes)
+        coverage.save()
     return rounds, coverage
 
 
@@ -153,17 +327,26 @@ def table(rounds: Sequence[Round], coverage: Coverage) -> str:
         )
     reached_points = {key[1] for key in known}
     actions = Counter(strike.arm.action for strike in done)
+    besides = Counter(str(strike.beside) for strike in done if strike.beside is not None)
     lines.append(
         f"{len(done)} strikes in {len(rounds)} rounds, {sum(r.lives for r in rounds)} lives "
         f"({', '.join(f'{n} {action}' for action, n in actions.most_common())}); "
         f"{sum(bool(s.forced) for s in done)} in a start, {sum(bool(s.also) for s in done)} with a second kill at "
-        f"once, {sum(bool(s.lost_node) for s in done)} with the node's memory; {sum(s.refused for s in done)} starts refused for an injected error; "
+        f"once, {sum(bool(s.lost_node) for s in done)} with the node's memory; "
+        f"{sum(s.then for s in done)} after an injected error; {sum(s.refused for s in done)} starts refused for an injected error; "
         f"{len(strikes) - len(done)} plans met nobody"
     )
+    if besides:
+        lines.append(f"beside: {', '.join(f'{n} {what}' for what, n in besides.most_common())}")
+    places = {(point, when) for point in coverage.points for when in ("before", "after")}
+    hurt_places = {key[1:] for key, n in coverage.fired.items() if n} & places
     lines.append(
         f"{len(reached_points)} of {len(coverage.points)} points were reached; "
-        f"{sum(bool(coverage.fired[key]) for key in known)} of {len(known)} (process, point, before or after) were hurt"
+        f"{sum(bool(coverage.fired[key]) for key in known)} of {len(known)} (process, point, before or after) were "
+        f"hurt, {len(hurt_places)} of {len(places)} (point, before or after)"
     )
+    sums = ", ".join(f"{n} {what}" for what, n in coverage.sums.items())
+    lines.append(f"with the runs before: {sums}")
     back = [s.went_back for s in done if s.lost_node]
     if back:
         lines.append(
@@ -200,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--short", action="store_true", help="two ranks on two nodes with a store, and no other layout"
     )
+    parser.add_argument("--coverage", type=Path, help="add to the coverage in this file, and go on from it")
     parser.add_argument("--out", type=Path, help="write which points were hurt, and how often, to this file")
     args = parser.parse_args(argv)
     layouts = (Layout("plain", 2, 2, 1, stores=True),) if args.short else ()
@@ -210,7 +394,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ckptd-failpoints-") as name:
         prepare(Path(name))
         rounds, coverage = campaign(
-            args.kills, args.seed, Path(name), _say, layouts=layouts, limit_s=60 * args.minutes
+            args.kills,
+            args.seed,
+            Path(name),
+            _say,
+            layouts=layouts,
+            limit_s=60 * args.minutes,
+            file=args.coverage,
         )
         sys.stdout.write(table(rounds, coverage) + "\n")
         if args.out:

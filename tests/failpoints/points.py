@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from types import CodeType
 
@@ -89,6 +90,7 @@ def compiled(source: str, module: str, path: str) -> CodeType:
     return code
 
 
+@cache
 def all_points() -> dict[str, Point]:
     """Every point of the product, by name."""
     return {point.name: point for module, path in _modules() for point in points_of(path.read_text(), module)}

@@ -2,7 +2,8 @@
 there what the plan says.
 
 ``FAILPOINTS_DIR`` names a folder of the campaign: ``plan`` (one `Arm`, written by the campaign, read again when it
-changes), ``fired.N`` (who has done what plan N says, or that nobody may any more), ``hits`` (what was reached). ``FAILPOINTS_WHO`` names the
+changes), ``fired.N`` (who has done what plan N says, or that nobody may any more; ``then.N``: the same of the
+second half of a plan), ``hits`` (what was reached, and after which injected error). ``FAILPOINTS_WHO`` names the
 process's node; a trainer is named by its rank. Nothing of this is in a process that does not import it.
 """
 
@@ -18,9 +19,10 @@ import marshal
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -35,6 +37,7 @@ __all__ = [
     "Arm",
     "Fired",
     "Runtime",
+    "answers",
     "arm",
     "disarm",
     "fired",
@@ -43,10 +46,11 @@ __all__ = [
     "reached",
 ]
 
-ERRORS = ("EIO", "ENOSPC", "EMFILE")
+ERRORS = ("EIO", "ENOSPC", "EMFILE", "ECONNRESET")  # the last one of connections
 CLOCK_STEPS_S = {"ahead": 3600, "behind": -3600}
 _DELAY_S = 0.3
 _numbers = itertools.count(1)
+_Key = tuple[str, str, str]  # kind of process, point, before or after
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,10 @@ class Arm:
         often: whether it is reached again and again, and not in a start alone.
         number: of this plan in its campaign; `arm` gives it.
         action: ``kill``, ``stop``, ``delay``, ``ahead`` or ``behind`` (the wall clock that this process sees is
-            stepped by an hour, for the rest of its life), or an error that the call raises instead of being made (before only).
+            stepped by an hour, for the rest of its life), or an error that the call raises instead of being made
+            (before only).
+        then: for an error: a point, and before or after, at which the same process is killed when it comes there
+            next; points of an answer to an error are reached in no other way.
     """
 
     point: str
@@ -72,6 +79,7 @@ class Arm:
     who: str = ""
     often: bool = True
     number: int = 0
+    then: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +107,56 @@ def disarm(folder: Path) -> Fired | None:
     except FileNotFoundError:
         return None
     (folder / "plan").unlink()
+    _withdraw(folder, "then", plan["number"])
+    return _withdraw(folder, "fired", plan["number"])
+
+
+def _withdraw(folder: Path, what: str, number: int) -> Fired | None:
+    """From now on nobody does this part of the plan; who has done it."""
     try:
-        os.close(os.open(folder / f"fired.{plan['number']}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(folder / f"{what}.{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
-        return _fired(folder, plan["number"])
+        return _fired(folder, what, number)
     return None
 
 
-def fired(folder: Path) -> Fired | None:
-    """Who did what the plan says; None if nobody has, yet, or there is no plan."""
+def fired(folder: Path, what: str = "fired") -> Fired | None:
+    """Who did what the plan says; None if nobody has, yet, or there is no plan. ``what``: ``then`` for its second
+    half.
+    """
     try:
-        return _fired(folder, json.loads((folder / "plan").read_text())["number"])
+        return _fired(folder, what, json.loads((folder / "plan").read_text())["number"])
     except FileNotFoundError:
         return None
 
 
-def _fired(folder: Path, number: int) -> Fired:
-    return Fired(**json.loads((folder / f"fired.{number}").read_text()))
+def _fired(folder: Path, what: str, number: int) -> Fired:
+    return Fired(**json.loads((folder / f"{what}.{number}").read_text()))
 
 
-def reached(folder: Path) -> dict[tuple[str, str, str], int]:
+def reached(folder: Path) -> dict[_Key, int]:
     """The most often that one process has reached each point, by kind of process, point and before or after."""
-    most: Counter[tuple[str, str, str]] = Counter()
+    most: Counter[_Key] = Counter()
+    for key, count, _ in _hits(folder):
+        most[key] = max(most[key], count)
+    return dict(most)
+
+
+def answers(folder: Path) -> dict[_Key, str]:
+    """The injected error after which each was reached first (`EIO@point`), of those never reached without one."""
+    found: dict[_Key, str] = {}
+    for key, _, after in _hits(folder):
+        found[key] = found.get(key, after) and after
+    return {key: after for key, after in found.items() if after}
+
+
+def _hits(folder: Path) -> Iterator[tuple[_Key, int, str]]:
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / "hits").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last words of a process that was killed
-                process, point, when, count = line.split()
-                most[process, point, when] = max(most[process, point, when], int(count))
-    return dict(most)
+            words = line.split()
+            # Else the last words of a process that was killed.
+            if len(words) in (4, 5) and words[3].isdecimal():
+                yield (words[0], words[1], words[2]), int(words[3]), "".join(words[4:])
 
 
 def forget_reached(folder: Path) -> None:
@@ -153,6 +183,8 @@ class Runtime:
         self._plan: Arm | None = None
         self._plan_is = 0, 0
         self._nth = 0
+        self._then: Arm | None = None
+        self._after = ""  # which injected error
 
     def call(self, point: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.reach(point, "before")
@@ -164,7 +196,12 @@ class Runtime:
         key = point, when
         self._counts[key] = count = self._counts[key] + 1
         if not count & (count - 1):  # 1, 2, 4, …
-            os.write(self._log, f"{self._process} {point} {when} {count}\n".encode())
+            os.write(self._log, f"{self._process} {point} {when} {count} {self._after}\n".encode())
+        then = self._then
+        if then is not None and then.then == key:
+            self._then = None
+            if self._is_mine(then, "then"):
+                os.kill(os.getpid(), signal.SIGKILL)
         self._look()
         plan = self._plan
         if plan is not None and plan.point == point and plan.when == when:
@@ -182,29 +219,42 @@ class Runtime:
         is_now = found.st_ino, found.st_mtime_ns  # a number of a file is used again
         if is_now != self._plan_is:
             with contextlib.suppress(FileNotFoundError):
-                plan = Arm(**json.loads(Path(self._plan_path).read_text()))
+                plan = _read(Path(self._plan_path).read_text())
                 mine = plan.process == self._process and plan.who in ("", _who())
                 self._plan, self._plan_is, self._nth = plan if mine else None, is_now, 0
 
-    def fire(self, plan: Arm) -> None:
-        own = f"{self._folder}/fires.{os.getpid()}"
+    def _is_mine(self, plan: Arm, what: str) -> bool:
+        """Say that this process does it; false if another one has, or nobody may any more."""
+        own = f"{self._folder}/fires.{os.getpid()}.{threading.get_native_id()}"
         Path(own).write_text(json.dumps(asdict(Fired(_who(), os.getpid()))))
         try:
             # Whole, and only one of all processes, and none after `disarm`.
-            os.link(own, f"{self._folder}/fired.{plan.number}")
+            os.link(own, f"{self._folder}/{what}.{plan.number}")
         except FileExistsError:
-            return
+            return False
         finally:
             os.unlink(own)
+        return True
+
+    def fire(self, plan: Arm) -> None:
+        if not self._is_mine(plan, "fired"):
+            return
         if plan.action == "delay":
             time.sleep(_DELAY_S)
         elif plan.action in CLOCK_STEPS_S:
             _step_clock(CLOCK_STEPS_S[plan.action])
         elif plan.action in ERRORS:
+            self._after, self._then = f"{plan.action}@{plan.point}", plan if plan.then else None
             number = getattr(errno, plan.action)
             raise OSError(number, f"{os.strerror(number)} (of a failpoint)")
         else:
             os.kill(os.getpid(), signal.SIGKILL if plan.action == "kill" else signal.SIGSTOP)
+
+
+def _read(text: str) -> Arm:
+    values = json.loads(text)
+    then = values.pop("then", None)
+    return Arm(**values, then=None if then is None else (then[0], then[1]))
 
 
 def _step_clock(by_s: int) -> None:

@@ -16,7 +16,17 @@ import pytest
 
 import ckptd.memory.locks
 from tests.failpoints.points import CALL, REACH, Kind, all_points, compiled, in_scope, points_of
-from tests.failpoints.runtime import CLOCK_STEPS_S, Arm, Runtime, arm, disarm, fired, forget_reached, reached
+from tests.failpoints.runtime import (
+    CLOCK_STEPS_S,
+    Arm,
+    Runtime,
+    answers,
+    arm,
+    disarm,
+    fired,
+    forget_reached,
+    reached,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """
@@ -51,6 +61,19 @@ for _ in range(5):
     print("round", flush=True)
 with locks.lock_file(path, 2, True):
     print("locked", flush=True)
+"""
+ANSWERS = """
+import os, sys
+from pathlib import Path
+from ckptd.memory import locks
+path = Path(sys.argv[1])
+path.write_bytes(bytes(8))
+try:
+    with locks.lock_file(path, 1, True):
+        pass
+except OSError:
+    locks.try_lock(os.open(path, os.O_RDWR), 1, True)
+print("lives")
 """
 TRY_LOCK = "ckptd.memory.locks.try_lock/fcntl.fcntl"
 
@@ -121,8 +144,8 @@ def test_they_cost_nothing_when_off() -> None:
     )
 
 
-def start(folder: Path, plan: Arm | None = None) -> subprocess.Popen[str]:
-    """A process that locks five times."""
+def start(folder: Path, plan: Arm | None = None, program: str = SMALL) -> subprocess.Popen[str]:
+    """A process that locks five times, or another one."""
     if plan is not None:
         arm(folder, plan)
     environment = {
@@ -131,7 +154,7 @@ def start(folder: Path, plan: Arm | None = None) -> subprocess.Popen[str]:
         "PYTHONPATH": str(Path(__file__).parent / "site"),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", SMALL, str(folder / "file")],
+        [sys.executable, "-c", program, str(folder / "file")],
         env=environment,
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -235,3 +258,21 @@ def test_a_torn_line_of_a_killed_process_is_no_hit(tmp_path: Path) -> None:
     """The last write of a process may be cut off."""
     (tmp_path / "hits").write_text("trainer a before 4\ntrainer a bef\ntrainer a before 2\n")
     assert reached(tmp_path) == {("trainer", "a", "before"): 4}
+
+
+def test_a_process_is_killed_in_its_answer_to_an_error(tmp_path: Path) -> None:
+    """At a point that it comes to after the injected one; what it reaches first there is known for the next plan."""
+    open_it = "ckptd.memory.locks.lock_file/os.open"
+    monitor = Runtime(tmp_path)
+    arm(tmp_path, Arm(open_it, "trainer", "before", 1, "EIO"))
+    with pytest.raises(OSError, match="of a failpoint"):
+        monitor.reach(open_it, "before")
+    monitor.reach("answer", "before")
+    assert answers(tmp_path) == {("trainer", "answer", "before"): f"EIO@{open_it}"}
+    process = start(tmp_path, Arm(open_it, "trainer", "before", 1, "EIO", then=(TRY_LOCK, "after")), ANSWERS)
+    assert process.communicate()[0] == ""
+    assert process.returncode == -signal.SIGKILL
+    for what in ("fired", "then"):
+        who = fired(tmp_path, what)
+        assert who is not None
+        assert who.pid == process.pid

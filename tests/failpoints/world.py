@@ -12,26 +12,47 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ckptd.core.slots.slots import SlotState
-from ckptd.errors import DaemonUnavailable, SegmentError
-from ckptd.memory.segment_file import open_segment
+from ckptd.errors import DaemonUnavailable
 from ckptd.saved import SavedIteration, saved_iterations
-from ckptd.transport.messages import GetPeers, Peers
+from ckptd.transport.messages import Done, Forget, GetPeers, Peers
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import FRESH
 from tests.e2e.compare import differences
 from tests.e2e.harness import Jobs
 from tests.e2e.ranks import Ranks
+from tests.failpoints.beside import (
+    NO_ANSWER,
+    Beside,
+    ServiceManager,
+    ask_beside,
+    damage_front,
+    flip_bits,
+    sealed,
+    start_another,
+)
 from tests.failpoints.runtime import CLOCK_STEPS_S, ERRORS, Arm, Fired, arm, disarm, fired
+from tests.programs import Program
 
-__all__ = ["CASES", "GRADIENTS", "PEERS", "Layout", "Round", "Strike", "Training", "undisturbed"]
+__all__ = [
+    "CASES",
+    "GRADIENTS",
+    "LOGGED",
+    "PEERS",
+    "SETTINGS",
+    "Layout",
+    "Round",
+    "Strike",
+    "Training",
+    "undisturbed",
+]
 
 CASES = ("plain", "fused_drop", "masters", "bf16", "zero_first", "dense")
 # How bytes travel between nodes: with keys?, `peer_data`, `peer_short_cut`.
@@ -42,6 +63,22 @@ PEERS = {
     "encrypted chunks": (True, "zmq", "false"),
     "one host": (False, "stream", "true"),
 }
+# Pipelines with boundary logs, of which one stage can come back without the others: their numbers of ranks.
+LOGGED = {
+    "localized/replicas": 4,
+    "localized/replicated_logs": 4,
+    "localized/interleaved": 3,
+    "localized/own_norm": 4,
+}
+# How daemons can be set up; what they are set to.
+SETTINGS: dict[str, dict[str, str]] = {
+    "a service manager": {},
+    "segments on a disk": {"allow_disk_segments": "true"},
+    "a group": {"trainer_group": str(os.getgid())},
+    "users apart": {"trainer_group": str(os.getgid()), "isolate_users": "true"},
+    "many scrubs": {"scrub_interval_s": "1"},
+    "whole checks": {"persist_check": "full", "persist_keep_last": "1"},
+}
 GRADIENTS = "gradients"  # the case of a dense job whose peers compute its snapshots
 TOTAL = 400  # iterations, if a round is not ended before
 STEP_MS = 15
@@ -50,6 +87,7 @@ SOON_S = 120.0  # within it, everything is back, however slow the machine is
 PARKS_S = 5.0
 FIRES_S = 2.0  # for a point that is reached while a job trains
 RESUMED = re.compile(r"resuming at iteration (\d+)")
+TOGETHER = re.compile(r"all ranks run together again from iteration (\d+)")  # of a localized recovery
 JOB = "e2e"  # of tests.e2e.job
 
 
@@ -60,6 +98,7 @@ class Layout:
     Attributes:
         peers: how bytes travel between nodes (`PEERS`).
         parks: whether ranks have memory to park in; those that live get SIGTERM before they are killed.
+        setting: how daemons are set up (`SETTINGS`); "": as usual.
     """
 
     case: str
@@ -69,9 +108,11 @@ class Layout:
     stores: bool
     peers: str = "streams"
     parks: bool = False
+    setting: str = ""
 
     def __str__(self) -> str:
         more = [name for name, has in (("a store", self.stores), ("parking", self.parks)) if has]
+        more += [self.setting] if self.setting else []
         return ", ".join(
             (
                 f"{self.case}: {self.num_ranks} ranks on {self.num_nodes} nodes",
@@ -111,8 +152,10 @@ class Strike:
         fired: who did it; None if nobody came there in time.
         forced: what was killed beforehand, so that points of a start are reached.
         also: the daemon that was killed at once, beside.
-        lost_node: the node whose memory was taken, too, or as many as there are replicas; "all" where storage
-            has what is needed.
+        beside: what else happened to the job at once.
+        lost_node: the node whose memory was taken or damaged, too, or as many as there are replicas; "all" where
+            storage has what is needed.
+        then: whether the second half of the plan was done.
         went_back: iterations lost that had been recoverable a moment before, because a node was lost.
         refused: a start that failed with an error for the injected one.
     """
@@ -121,6 +164,8 @@ class Strike:
     fired: Fired | None = None
     forced: str = ""
     also: str = ""
+    beside: Beside | None = None
+    then: bool = False
     lost_node: str = ""
     went_back: int = 0
     refused: bool = False
@@ -177,6 +222,11 @@ class Training:
         for node in self._net.nodes:
             node.settings["FAILPOINTS_WHO"] = node.name
             node.command = [*FRESH]  # its modules are compiled as it imports them
+            own = SETTINGS.get(layout.setting, {})
+            node.settings |= {f"CKPTD_{key.upper()}": value for key, value in own.items()}
+            if "allow_disk_segments" in own:
+                node.segment_dir = node.folder / "segments"
+                node.settings["CKPTD_SEGMENT_DIR"] = str(node.segment_dir)
             if layout.stores:
                 node.settings |= {f"CKPTD_{key.upper()}": value for key, value in often.items()}
         self._ranks: Ranks | None = None
@@ -186,11 +236,19 @@ class Training:
         self._promised = -1  # `_promise`, before a strike
         self._has_ended = False  # this life, by the campaign itself
         self._resumes_at = -1  # of this life: at least
+        self._moved = 0  # by how many nodes ranks are away from where they began
+        self._others: list[tuple[Node, subprocess.Popen[bytes]]] = []  # daemons beside those of the nodes
+        self._manager: ServiceManager | None = None
+        self._ending: subprocess.Popen[bytes] | Program | None = None  # a daemon that was told to
 
     def __enter__(self) -> Self:
         self._hold.touch()
         disarm(self._plans)
+        if self.round.layout.setting == "a service manager":
+            self._manager = ServiceManager(self._net.nodes)
+            self._stack.callback(self._manager.close)
         self._stack.enter_context(self._net.up())
+        self._stack.callback(self._end_others)
         self._stack.callback(self._end_ranks)
         return self
 
@@ -241,7 +299,7 @@ class Training:
         wanted = self.round.layout.replicas
         for rank in range(self.round.layout.num_ranks):
             whole = sum(
-                len(_sealed(path)) >= self.round.layout.whole
+                len(sealed(path)) >= self.round.layout.whole
                 for node in self._net.nodes
                 for path in node.replicas(rank)
             )
@@ -279,7 +337,10 @@ class Training:
             self._progress(rank).unlink(missing_ok=True)
         layout, nodes = self.round.layout, self._net.nodes
         each = {
-            rank: ("--daemon", nodes[rank % len(nodes)].endpoint, "--progress", str(self._progress(rank)))
+            rank: (
+                *("--daemon", nodes[(rank + self._moved) % len(nodes)].endpoint),
+                *("--progress", str(self._progress(rank))),
+            )
             for rank in range(layout.num_ranks)
         }
         self.round.lives += 1
@@ -308,14 +369,56 @@ class Training:
                 process.join(max(0.0, deadline - time.monotonic()))
         self._ranks.kill()
 
-    def finish(self, reference: list[Path]) -> None:
-        """Let it go to its end, and compare."""
+    def finish(self, reference: list[Path], plan: Arm | None = None) -> Strike | None:
+        """Let it go to its end, and compare; a plan is for points that are reached there alone."""
         disarm(self._plans)
         self._mend(None)
-        self._hold.unlink()
+        strike = None if plan is None else Strike(plan)
+        if plan is None or strike is None:
+            self._hold.unlink()
+            assert self._ranks is not None
+            outs = self._ranks.end(timeout_s=SOON_S)
+        else:
+            self.round.strikes.append(strike)
+            arm(self._plans, plan)
+            self._hold.unlink()
+            outs = self._ends_hurt(strike)
+        for out in outs:
+            theirs = reference[int(out.stem.partition("-")[0].removeprefix("rank"))]
+            self.round.failures += [f"{out.stem} differs: {name}" for name in differences(theirs, out)]
+        return strike
+
+    def forget(self, strike: Strike | None) -> None:
+        """The run is over: its memory is freed, as `ckptctl forget` does; also from what was hurt at the end."""
+        for node in self._net.nodes:
+            with contextlib.suppress(*NO_ANSWER), ControlClient(node.endpoint, timeout_s=5) as client:
+                client.ask(Forget(JOB, self._run), Done)
+            self._start_daemons(strike)
+        time.sleep(1.2)  # a tick
+        if strike is not None and strike.fired is None:
+            strike.fired = disarm(self._plans)
+        self._start_daemons(strike)
+
+    def _ends_hurt(self, strike: Strike) -> list[Path]:
+        """The ends of those that came to it: who was hurt may not have."""
         assert self._ranks is not None
-        for theirs, ours in zip(reference, self._ranks.end(timeout_s=SOON_S), strict=True):
-            self.round.failures += [f"{ours.stem} differs: {name}" for name in differences(theirs, ours)]
+        deadline = time.monotonic() + SOON_S
+        while any(process.exitcode is None for process, _ in self._ranks.started):
+            self._start_daemons(strike)
+            if strike.fired is None:
+                strike.fired = fired(self._plans)
+                if strike.fired is not None and strike.arm.action == "stop":
+                    time.sleep(0.5)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(strike.fired.pid, signal.SIGCONT)
+            dead = [p for p, _ in self._ranks.started if p.exitcode]
+            if dead and (any(p.exitcode == -signal.SIGKILL for p in dead) or _excused(strike, "trainer")):
+                time.sleep(1.0)  # those who were at their end, too, come to it; others fail in a collective
+                self._ranks.kill()
+            elif dead or time.monotonic() > deadline:
+                raise Wrong(f"not all ranks came to their end:\n{self._story()}")
+            time.sleep(0.05)
+        return [out for process, out in self._ranks.started if process.exitcode == 0]
 
     @property
     def over(self) -> bool:
@@ -324,20 +427,37 @@ class Training:
 
     # -- strikes ---------------------------------------------------------------------------------
 
-    def strike(self, plan: Arm) -> Strike:
+    def can(self, beside: Beside) -> bool:
+        """Whether it may happen to this job, now: what it takes must be somewhere else, too."""
+        layout = self.round.layout
+        if beside.loses:
+            return self._promise() >= 0 if layout.replicas else any(s.durable for s in self._saved())
+        if beside is Beside.MOVE:
+            return layout.num_nodes > 1
+        return beside is not Beside.PARK or layout.parks
+
+    def strike(self, plan: Arm, beside: Beside | None = None) -> Strike:
         """Arm a point, wait until somebody is hurt there, and until all train again.
+
+        Args:
+            beside: what else happens (see `can`).
 
         Raises:
             Wrong: they do not, or not as they should.
         """
-        strike = Strike(plan)
+        strike = Strike(plan, beside=beside)
         self.round.strikes.append(strike)
         saved = self._saved()
         before = self._floor = max([self._floor, *(s.iteration for s in saved)])
         self._is_durable = any(s.durable for s in saved)
         self._promised = self._promise()
         arm(self._plans, plan)
-        if not self._fires(strike, FIRES_S if plan.often else 0.1):
+        if beside is not None:
+            self._happens(beside, strike)
+        if beside is not None and beside.ends_ranks:
+            self._mend(strike)
+            self._fires(strike, FIRES_S)
+        elif not self._fires(strike, FIRES_S if plan.often or beside is not None else 0.1):
             own = "trainers" if plan.process == "trainer" else "a daemon"
             strike.forced = self._rng.choice((own, own, "both"))
             if strike.forced != "a daemon":
@@ -348,23 +468,67 @@ class Training:
             self._fires(strike, FIRES_S)
         if strike.fired is not None:
             self._hurt(strike)
+        if strike.fired is not None and plan.then is not None:
+            self._fires(strike, FIRES_S, "then")
+        strike.then = fired(self._plans, "then") is not None
         late = disarm(self._plans)
         if strike.fired is None and late is not None:
             strike.fired = late
             self._hurt(strike)
+        if beside is Beside.FOLDER:
+            self._end_ranks()  # they train on in memory that nobody else sees
         self._mend(strike)
+        self._end_others()
+        if self._ending is not None:
+            self._ending.wait(SOON_S)  # as soon as all is stored
+            self._ending = None
+            self._mend(strike)
         if strike.lost_node:
             self._protect()
         elif self._comes_back(before, strike) < 0:
             raise Wrong(f"iteration {before} was recoverable, {self._recoverable()} is now:\n{self._story()}")
         return strike
 
-    def _fires(self, strike: Strike, within_s: float) -> bool:
+    def _happens(self, beside: Beside, strike: Strike) -> None:
+        """Do it, to some node."""
+        node = self._a_daemon()
+        if beside.ends_ranks:
+            self._end_ranks()
+        if beside is Beside.MOVE:
+            self._moved += self._rng.randrange(1, self.round.layout.num_nodes)
+        elif beside in (Beside.END, Beside.RELOAD):
+            assert node.process is not None
+            node.process.send_signal(signal.SIGTERM if beside is Beside.END else signal.SIGHUP)
+            self._ending = node.process if beside is Beside.END else None
+        elif beside is Beside.SECOND:
+            self._others.append((node, start_another(node)))
+        elif beside in (Beside.PARK, Beside.DRILL):
+            rank = self._rng.randrange(self.round.layout.num_ranks)
+            ask_beside(node, beside, JOB, self._run, rank)
+        elif beside is Beside.FOLDER:
+            shutil.rmtree(node.segment_dir, ignore_errors=True)  # files come while it is removed
+            strike.lost_node = node.name
+        else:
+            node.kill()
+            harm = flip_bits if beside is Beside.FLIP else damage_front
+            strike.lost_node = f"{node.name} {harm(node, self._rng)}"
+
+    def _end_others(self) -> None:
+        """Daemons that were started beside end by themselves; one that was stopped there does not."""
+        while self._others:
+            _, process = self._others.pop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.kill()
+            process.wait()
+
+    def _fires(self, strike: Strike, within_s: float, what: str = "fired") -> bool:
         deadline = time.monotonic() + within_s
-        while strike.fired is None and time.monotonic() < deadline:
-            strike.fired = fired(self._plans)
+        while (found := fired(self._plans, what)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        return strike.fired is not None
+        if what == "fired":
+            strike.fired = strike.fired or found
+        return found is not None
 
     def _look(self, strike: Strike | None) -> None:
         """Whether the plan has met somebody in a start."""
@@ -374,7 +538,7 @@ class Training:
     def _hurt(self, strike: Strike) -> None:
         """What follows from what was done there."""
         assert strike.fired is not None
-        action = strike.arm.action
+        action = "kill" if strike.then else strike.arm.action
         if action == "stop":
             time.sleep(self._rng.choice((0.05, 0.5, 3.0)))
             with contextlib.suppress(ProcessLookupError):
@@ -392,6 +556,7 @@ class Training:
             is_daemon
             and strike.arm.action == "kill"
             and self.round.layout.replicas
+            and strike.beside is None
             and self._rng.random() < 0.3
         ):
             node = next(n for n in self._net.nodes if n.name == strike.fired.who)
@@ -408,7 +573,13 @@ class Training:
             for lost in (node, *beside):
                 shutil.rmtree(lost.segment_dir)
             strike.lost_node = " and ".join(lost.name for lost in (node, *beside))
-        elif is_daemon and strike.arm.action == "kill" and self._is_durable and self._rng.random() < 0.3:
+        elif (
+            is_daemon
+            and strike.arm.action == "kill"
+            and self._is_durable
+            and strike.beside is None
+            and self._rng.random() < 0.3
+        ):
             self._end_ranks()
             for node in self._net.nodes:
                 node.kill()
@@ -449,9 +620,12 @@ class Training:
             time.sleep(0.02)
 
     def _check_resumed(self) -> None:
-        """Every rank of this life went back to the same iteration, which is none before what was recoverable."""
+        """Every rank of this life went back to the same iteration, which is none before what was recoverable, or
+        begins where it was parked, and all are together again at the same one.
+        """
         assert self._ranks is not None
-        found = {RESUMED.search(self._jobs.log(out)) for _, out in self._ranks.started}
+        logs = [self._jobs.log(out) for _, out in self._ranks.started]
+        found = {TOGETHER.search(log) or RESUMED.search(log) for log in logs}
         resumed = {-1 if match is None else int(match[1]) for match in found}
         if len(resumed) != 1 or min(resumed) < self._resumes_at:
             raise Wrong(f"{self._resumes_at} was recoverable, ranks resumed at {resumed}:\n{self._story()}")
@@ -481,12 +655,20 @@ class Training:
             if code is None:
                 continue
             self._look(strike)
-            if code != -signal.SIGKILL:
+            if code == 0 and strike is not None and strike.beside is Beside.END:
+                pass  # as it was told to
+            elif code != -signal.SIGKILL:
                 if not _excused(strike, "daemon"):
                     raise Wrong(f"the daemon {node.name} ended with {code}:\n{node.log_text()[-4000:]}")
                 assert strike is not None
                 strike.refused = True
             time.sleep(self._rng.uniform(0, 0.5))
+            for other_node, process in self._others:
+                if other_node is node:
+                    process.kill()  # it would be the node's daemon
+                    process.wait()
+            if self._manager is not None:
+                self._manager.hand_over(node)
             with contextlib.suppress(
                 AssertionError
             ):  # hurt again in its start: the next round of `_mend` sees it
@@ -533,15 +715,3 @@ def _excused(strike: Strike | None, process: str) -> bool:
         and strike.arm.action in ERRORS
         and strike.arm.process == process
     )
-
-
-def _sealed(path: Path) -> set[int]:
-    """The iterations of the sealed slots of a file."""
-    try:
-        segment = open_segment(path, readonly=True)
-    except (OSError, ValueError, SegmentError):
-        return set()  # being made, or removed
-    try:
-        return {header.iteration for _, header in segment.headers() if header.state is SlotState.SEALED}
-    finally:
-        segment.close()

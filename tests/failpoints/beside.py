@@ -1,0 +1,200 @@
+"""What else happens to a job beside a strike: what operators, service managers, other programs and failing memory do
+to its daemons. Some points are reached in no other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shlex
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from select import select
+
+from ckptd.core.slots.segment_format import RECORD_ENDS
+from ckptd.core.slots.slots import SlotState
+from ckptd.errors import DaemonUnavailable, SegmentError
+from ckptd.memory.segment_file import open_segment
+from ckptd.transport.messages import Drill, DrillReport, Park, Parks, Request
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from tests.ckptd.nodes import Node
+from tests.ckptd.running import FRESH, ROOT
+from tests.e2e.test_bad_input import flip
+
+__all__ = [
+    "NO_ANSWER",
+    "Beside",
+    "ServiceManager",
+    "ask_beside",
+    "damage_front",
+    "flip_bits",
+    "sealed",
+    "start_another",
+]
+
+NO_ANSWER = (DaemonUnavailable, RefusedError, RequestTimeout, WireError)
+_ASK_S = 10.0
+_FRONT_BYTES = 64
+
+
+class Beside(StrEnum):
+    """What happens."""
+
+    END = "end"
+    """A daemon gets SIGTERM, and is started again."""
+    RELOAD = "reload"
+    """A daemon gets SIGHUP."""
+    SECOND = "second"
+    """An operator starts a daemon where one runs."""
+    PARK = "park"
+    """`ckptctl park`."""
+    DRILL = "drill"
+    """`ckptctl drill`."""
+    MOVE = "move"
+    """The job is started again with its ranks on other nodes."""
+    FOLDER = "folder"
+    """The segment folder of a running daemon is removed, as logind does."""
+    FLIP = "flip"
+    """A bit flips in the sealed slots of a file at rest; the job is started again."""
+    FRONT = "front"
+    """The first bytes of a file at rest are wrong; the job is started again."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether something has to be there on another node, or in storage."""
+        return self in (Beside.FOLDER, Beside.FLIP, Beside.FRONT)
+
+    @property
+    def ends_ranks(self) -> bool:
+        return self in (Beside.MOVE, Beside.FLIP, Beside.FRONT)
+
+
+def flip_bits(node: Node, rng: random.Random) -> str:
+    """Flip a bit in one sealed slot, or in each, of a file of a daemon that is not there; the file's name, or ""."""
+    files = [path for path in node.files() if sealed(path)]
+    if not files:
+        return ""
+    path = rng.choice(files)
+    segment = open_segment(path)
+    try:
+        found = sorted(sealed(path))
+        victims = found if rng.random() < 0.3 else [rng.choice(found)]
+        for index, header in segment.headers():
+            if header.state is SlotState.SEALED and header.iteration in victims:
+                flip(segment, index, header)
+    finally:
+        segment.close()
+    return path.name
+
+
+def damage_front(node: Node, rng: random.Random) -> str:
+    """Overwrite the first bytes of a file, or of the record of a run; its name, or ""."""
+    files = [*node.files(), *node.segment_dir.glob(f"*{RECORD_ENDS}")]
+    if not files:
+        return ""
+    path = rng.choice(sorted(files))
+    with path.open("r+b") as file:
+        file.write(bytes(_FRONT_BYTES))
+    return path.name
+
+
+def ask_beside(node: Node, beside: Beside, job: str, run: str, rank: int) -> threading.Thread:
+    """Ask as `ckptctl` does; whoever dies meanwhile does not answer."""
+    request: Request = Park(job, run, _ASK_S / 2) if beside is Beside.PARK else Drill(job, run, rank)
+    reply: type[Parks | DrillReport] = Parks if beside is Beside.PARK else DrillReport
+
+    def ask() -> None:
+        with contextlib.suppress(*NO_ANSWER), ControlClient(node.endpoint, timeout_s=_ASK_S) as client:
+            client.ask(request, reply)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+def start_another(node: Node) -> subprocess.Popen[bytes]:
+    """A second daemon for the same folders, which ends at once."""
+    with node.log.open("ab") as log:
+        return subprocess.Popen(
+            FRESH, env=node.env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+
+
+class ServiceManager:
+    """Keeps the files of daemons over their restarts, as systemd does (``FileDescriptorStoreMax=``)."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._kept: dict[str, dict[str, int]] = {node.name: {} for node in nodes}
+        self._sockets: dict[socket.socket, str] = {}
+        for node in nodes:
+            address = str(node.folder / "notify")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            sock.bind(address)
+            node.settings["NOTIFY_SOCKET"] = address
+            self._sockets[sock] = node.name
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def hand_over(self, node: Node) -> None:
+        """Start the node's next daemon with what was kept for it."""
+        self._take(0.0)
+        with self._lock:
+            kept = self._kept[node.name]
+            names, words = ":".join(kept), []
+            for number, fd in enumerate(kept.values(), start=3):
+                words.append(f"exec {number}</proc/{os.getpid()}/fd/{fd}")
+        words.append(f"export LISTEN_PID=$$ LISTEN_FDS={len(kept)} LISTEN_FDNAMES={shlex.quote(names)}")
+        node.command = ["bash", "-c", "\n".join([*words, 'exec "$@"']), "bash", *FRESH]
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        for sock in self._sockets:
+            sock.close()
+        for kept in self._kept.values():
+            for fd in kept.values():
+                os.close(fd)
+
+    def _serve(self) -> None:
+        while not self._over.is_set():
+            self._take(0.1)
+
+    def _take(self, wait_s: float) -> None:
+        while ready := select(list(self._sockets), [], [], wait_s)[0]:
+            with self._lock:
+                for sock in ready:
+                    self._heard(sock)
+            wait_s = 0.0
+
+    def _heard(self, sock: socket.socket) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, 65_536, 8, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return  # the other thread was here first
+        lines = data.decode().split("\n")
+        kept = self._kept[self._sockets[sock]]
+        name = next((line.partition("=")[2] for line in lines if line.startswith("FDNAME=")), "")
+        if "FDSTOREREMOVE=1" in lines and name in kept:
+            os.close(kept.pop(name))
+        for fd in fds:
+            if name in kept:
+                os.close(kept.pop(name))
+            kept[name] = fd
+
+
+def sealed(path: Path) -> set[int]:
+    """The iterations of the sealed slots of a file, whoever writes to it meanwhile."""
+    try:
+        segment = open_segment(path, readonly=True)
+    except (OSError, ValueError, SegmentError):
+        return set()  # being made, or removed
+    try:
+        return {header.iteration for _, header in segment.headers() if header.state is SlotState.SEALED}
+    finally:
+        segment.close()
