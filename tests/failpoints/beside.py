@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = [
     "ask_beside",
     "damage_front",
     "flip_bits",
+    "let_time_pass",
     "sealed",
     "start_another",
 ]
@@ -40,6 +42,7 @@ __all__ = [
 NO_ANSWER = (DaemonUnavailable, RefusedError, RequestTimeout, WireError)
 _ASK_S = 10.0
 _FRONT_BYTES = 64
+_WRITTEN_S, _DAY_S = 15.0, 86_400.0
 
 
 class Beside(StrEnum):
@@ -59,6 +62,8 @@ class Beside(StrEnum):
     """The job is started again with its ranks on other nodes."""
     FOLDER = "folder"
     """The segment folder of a running daemon is removed, as logind does."""
+    AGE = "age"
+    """What has been in storage for a while has been there for a day: what newer checkpoints replace may go."""
     FLIP = "flip"
     """A bit flips in the sealed slots of a file at rest; the job is started again."""
     FRONT = "front"
@@ -101,6 +106,14 @@ def damage_front(node: Node, rng: random.Random) -> str:
     with path.open("r+b") as file:
         file.write(bytes(_FRONT_BYTES))
     return path.name
+
+
+def let_time_pass(store: Path) -> None:
+    """The files of a store that nobody writes any more are a day older."""
+    for path in store.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and time.time() - (then_s := path.stat().st_mtime) > _WRITTEN_S:
+                os.utime(path, (then_s - _DAY_S, then_s - _DAY_S))
 
 
 def ask_beside(node: Node, beside: Beside, job: str, run: str, rank: int) -> threading.Thread:

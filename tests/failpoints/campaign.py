@@ -261,7 +261,7 @@ def campaign(
         layout = layouts[number % len(layouts)] if layouts else None
         if layout is None and coverage.sums["rounds"] >= MIXED_AFTER and rng.random() < 0.5:
             layout = coverage.draw_layout(rng)
-        layout = layout or draw_layout(rng, cases[number % len(cases)])
+        layout = layout or draw_layout(rng, cases[(number + seed) % len(cases)])
         of = layout.trained, layout.num_ranks
         if of not in references:
             references[of] = undisturbed(jobs, layout)

@@ -35,6 +35,7 @@ from tests.failpoints.beside import (
     ask_beside,
     damage_front,
     flip_bits,
+    let_time_pass,
     sealed,
     start_another,
 )
@@ -80,10 +81,11 @@ SETTINGS: dict[str, dict[str, str]] = {
     "whole checks": {"persist_check": "full", "persist_keep_last": "1"},
 }
 GRADIENTS = "gradients"  # the case of a dense job whose peers compute its snapshots
-TOTAL = 400  # iterations, if a round is not ended before
+TOTAL = 400
 STEP_MS = 15
 WINDOW = 4
 SOON_S = 120.0  # within it, everything is back, however slow the machine is
+ENDS_S = 600.0  # for all iterations: a busy machine may do one a second
 PARKS_S = 5.0
 FIRES_S = 2.0  # for a point that is reached while a job trains
 RESUMED = re.compile(r"resuming at iteration (\d+)")
@@ -139,6 +141,11 @@ class Layout:
         return "plain" if self.case == GRADIENTS else self.case
 
     @property
+    def total(self) -> int:
+        """Iterations, if a round is not ended before; those of a pipeline are slow."""
+        return TOTAL // 4 if self.case in LOGGED else TOTAL
+
+    @property
     def whole(self) -> int:
         """How many sealed slots on a node are enough for a rank to go back."""
         return 1 if self.case == GRADIENTS else WINDOW
@@ -191,10 +198,10 @@ def undisturbed(jobs: Jobs, layout: Layout) -> list[Path]:
         "1",
         case=layout.trained,
         world_size=layout.num_ranks,
-        total=TOTAL,
+        total=layout.total,
         daemon="none",
     )
-    return ranks.end(timeout_s=SOON_S)
+    return ranks.end(timeout_s=ENDS_S)
 
 
 class Wrong(Exception):
@@ -210,7 +217,7 @@ class Training:
 
     def __init__(self, layout: Layout, seed: int, jobs: Jobs, plans: Path, store: Path) -> None:
         self.round = Round(layout, seed)
-        self._jobs, self._plans = jobs, plans
+        self._jobs, self._plans, self._store = jobs, plans, store
         self._rng = random.Random(f"{layout} {seed}")
         self._run = f"f{seed:x}-{self._rng.randrange(1 << 30):x}"
         self._hold = jobs.folder / f"{self._run}.hold"
@@ -352,7 +359,7 @@ class Training:
             *layout.options,
             case=layout.trained,
             world_size=layout.num_ranks,
-            total=TOTAL,
+            total=layout.total,
             each=each,
         )
 
@@ -377,7 +384,7 @@ class Training:
         if plan is None or strike is None:
             self._hold.unlink()
             assert self._ranks is not None
-            outs = self._ranks.end(timeout_s=SOON_S)
+            outs = self._ranks.end(timeout_s=ENDS_S)
         else:
             self.round.strikes.append(strike)
             arm(self._plans, plan)
@@ -402,7 +409,7 @@ class Training:
     def _ends_hurt(self, strike: Strike) -> list[Path]:
         """The ends of those that came to it: who was hurt may not have."""
         assert self._ranks is not None
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + ENDS_S
         while any(process.exitcode is None for process, _ in self._ranks.started):
             self._start_daemons(strike)
             if strike.fired is None:
@@ -423,7 +430,9 @@ class Training:
     @property
     def over(self) -> bool:
         """Whether it is at its last iteration, where nothing happens any more."""
-        return any(self._step(rank)[0] >= TOTAL - 2 for rank in range(self.round.layout.num_ranks))
+        return any(
+            self._step(rank)[0] >= self.round.layout.total - 2 for rank in range(self.round.layout.num_ranks)
+        )
 
     # -- strikes ---------------------------------------------------------------------------------
 
@@ -434,7 +443,8 @@ class Training:
             return self._promise() >= 0 if layout.replicas else any(s.durable for s in self._saved())
         if beside is Beside.MOVE:
             return layout.num_nodes > 1
-        return beside is not Beside.PARK or layout.parks
+        has = {Beside.PARK: layout.parks, Beside.AGE: layout.stores}
+        return has.get(beside, True)
 
     def strike(self, plan: Arm, beside: Beside | None = None) -> Strike:
         """Arm a point, wait until somebody is hurt there, and until all train again.
@@ -500,6 +510,8 @@ class Training:
             assert node.process is not None
             node.process.send_signal(signal.SIGTERM if beside is Beside.END else signal.SIGHUP)
             self._ending = node.process if beside is Beside.END else None
+        elif beside is Beside.AGE:
+            let_time_pass(self._store)
         elif beside is Beside.SECOND:
             self._others.append((node, start_another(node)))
         elif beside in (Beside.PARK, Beside.DRILL):
