@@ -162,7 +162,7 @@ campaign-host: $(STAMP)
 	$(BIN)/python -m tests.e2e.host_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) --in-process
 
 campaign-failpoints: $(STAMP)
-	$(BIN)/python -m tests.failpoints.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) --out out/campaign_failpoints.txt
+	$(BIN)/python -m tests.failpoints.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) --coverage out/campaign_failpoints.json --out out/campaign_failpoints.txt
 
 campaign-storage: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/s3

@@ -1,5 +1,5 @@
-"""What else happens to a job beside a strike: what operators, service managers, other programs and failing memory do
-to its daemons. Some points are reached in no other way.
+"""What else happens to a job beside a strike: what operators, service managers, other programs and failing
+memory do to its daemons. Some points are reached in no other way.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Beside(StrEnum):
     FOLDER = "folder"
     """The segment folder of a running daemon is removed, as logind does."""
     AGE = "age"
-    """What has been in storage for a while has been there for a day: what newer checkpoints replace may go."""
+    """What has been in storage for a while has been there for a day: what is replaced may go."""
     FLIP = "flip"
     """A bit flips in the sealed slots of a file at rest; the job is started again."""
     FRONT = "front"
@@ -80,7 +80,7 @@ class Beside(StrEnum):
 
 
 def flip_bits(node: Node, rng: random.Random) -> str:
-    """Flip a bit in one sealed slot, or in each, of a file of a daemon that is not there; the file's name, or ""."""
+    """Flip a bit in a sealed slot, or in each, of a file whose daemon is not there; its name, or ""."""
     files = [path for path in node.files() if sealed(path)]
     if not files:
         return ""

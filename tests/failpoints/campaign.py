@@ -59,7 +59,7 @@ class Way:
 
     Attributes:
         layout: the job.
-        how: what happened beside; ``EIO@point``: an injected error; `AT_END`: the end of the job; "": nothing.
+        how: what happened beside; ``EIO@point``: an injected error; `AT_END`: the job's end; "": nothing.
     """
 
     layout: Layout
@@ -70,7 +70,7 @@ AT_END = "at the end"
 
 
 class Coverage:
-    """What was reached, and how often each was hurt: in this run, and with a file in all runs that have used it.
+    """What was reached, and how often each was hurt: in this run, and with a file in all that have used it.
 
     Args:
         file: JSON; several campaigns may add to it at once.
@@ -106,7 +106,7 @@ class Coverage:
         self._learnt = set()
 
     def learn(self, layout: Layout, how: str) -> None:
-        """What this round has reached since the last call was reached in this way, or in answer to an error."""
+        """What this round has reached since the last call, it has in this way, or in answer to an error."""
         after_errors, here = answers(self._plans), self.here().keys()
         new, self._learnt = here - self._learnt, set(here)
         for key in new:
@@ -115,7 +115,7 @@ class Coverage:
                 self.ways[key] = way
 
     def draw(self, rng: random.Random, layout: Layout) -> tuple[Arm, str]:
-        """One of those of this round that were hurt, or waited for in vain, least; and what has to happen beside."""
+        """One of those that were hurt, or waited for in vain, least; and what has to happen beside."""
         known = self.here()
         for key, way in self.ways.items():
             if way.layout == layout and way.how != AT_END:
@@ -247,8 +247,11 @@ def campaign(
     limit_s: float = float("inf"),
     file: Path | None = None,
 ) -> tuple[list[Round], Coverage]:
-    """Rounds until so many points have fired, or the time is over; ``layouts`` in place of drawn ones, in which
-    nothing happens beside strikes. ``file``: keeps the coverage.
+    """Rounds until so many points have fired, or the time is over.
+
+    Args:
+        layouts: in place of drawn ones; nothing happens beside strikes in them.
+        file: keeps the coverage.
     """
     plans = Path(os.environ["FAILPOINTS_DIR"])
     rng, jobs, coverage = random.Random(seed), Jobs(folder, "none"), Coverage(plans, file)
@@ -333,7 +336,8 @@ def table(rounds: Sequence[Round], coverage: Coverage) -> str:
         f"({', '.join(f'{n} {action}' for action, n in actions.most_common())}); "
         f"{sum(bool(s.forced) for s in done)} in a start, {sum(bool(s.also) for s in done)} with a second kill at "
         f"once, {sum(bool(s.lost_node) for s in done)} with the node's memory; "
-        f"{sum(s.then for s in done)} after an injected error; {sum(s.refused for s in done)} starts refused for an injected error; "
+        f"{sum(s.then for s in done)} after an injected error; "
+        f"{sum(s.refused for s in done)} starts refused for an injected error; "
         f"{len(strikes) - len(done)} plans met nobody"
     )
     if besides:
@@ -342,8 +346,8 @@ def table(rounds: Sequence[Round], coverage: Coverage) -> str:
     hurt_places = {key[1:] for key, n in coverage.fired.items() if n} & places
     lines.append(
         f"{len(reached_points)} of {len(coverage.points)} points were reached; "
-        f"{sum(bool(coverage.fired[key]) for key in known)} of {len(known)} (process, point, before or after) were "
-        f"hurt, {len(hurt_places)} of {len(places)} (point, before or after)"
+        f"{sum(bool(coverage.fired[key]) for key in known)} of {len(known)} (process, point, before or after) "
+        f"were hurt, {len(hurt_places)} of {len(places)} (point, before or after)"
     )
     sums = ", ".join(f"{n} {what}" for what, n in coverage.sums.items())
     lines.append(f"with the runs before: {sums}")

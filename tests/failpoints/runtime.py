@@ -65,10 +65,10 @@ class Arm:
         often: whether it is reached again and again, and not in a start alone.
         number: of this plan in its campaign; `arm` gives it.
         action: ``kill``, ``stop``, ``delay``, ``ahead`` or ``behind`` (the wall clock that this process sees is
-            stepped by an hour, for the rest of its life), or an error that the call raises instead of being made
-            (before only).
-        then: for an error: a point, and before or after, at which the same process is killed when it comes there
-            next; points of an answer to an error are reached in no other way.
+            stepped by an hour, for the rest of its life), or an error that the call raises instead of being
+            made (before only).
+        then: for an error: a point, and before or after, at which the same process is killed when it comes
+            there next; points of an answer to an error are reached in no other way.
     """
 
     point: str
@@ -121,9 +121,7 @@ def _withdraw(folder: Path, what: str, number: int) -> Fired | None:
 
 
 def fired(folder: Path, what: str = "fired") -> Fired | None:
-    """Who did what the plan says; None if nobody has, yet, or there is no plan. ``what``: ``then`` for its second
-    half.
-    """
+    """Who did what the plan says, or (``then``) its second half; None if nobody has, yet, or there is none."""
     try:
         return _fired(folder, what, json.loads((folder / "plan").read_text())["number"])
     except FileNotFoundError:
@@ -143,7 +141,7 @@ def reached(folder: Path) -> dict[_Key, int]:
 
 
 def answers(folder: Path) -> dict[_Key, str]:
-    """The injected error after which each was reached first (`EIO@point`), of those never reached without one."""
+    """The injected error after which each was reached (`EIO@point`), of those never reached without one."""
     found: dict[_Key, str] = {}
     for key, _, after in _hits(folder):
         found[key] = found.get(key, after) and after

@@ -261,7 +261,7 @@ def test_a_torn_line_of_a_killed_process_is_no_hit(tmp_path: Path) -> None:
 
 
 def test_a_process_is_killed_in_its_answer_to_an_error(tmp_path: Path) -> None:
-    """At a point that it comes to after the injected one; what it reaches first there is known for the next plan."""
+    """At a point that it comes to after the injected one; what it reaches there is known for the next plan."""
     open_it = "ckptd.memory.locks.lock_file/os.open"
     monitor = Runtime(tmp_path)
     arm(tmp_path, Arm(open_it, "trainer", "before", 1, "EIO"))

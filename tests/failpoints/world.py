@@ -89,6 +89,7 @@ ENDS_S = 600.0  # for all iterations: a busy machine may do one a second
 PARKS_S = 5.0
 FIRES_S = 2.0  # for a point that is reached while a job trains
 RESUMED = re.compile(r"resuming at iteration (\d+)")
+NOT_BROUGHT = "could not be brought here"
 TOGETHER = re.compile(r"all ranks run together again from iteration (\d+)")  # of a localized recovery
 JOB = "e2e"  # of tests.e2e.job
 
@@ -160,8 +161,8 @@ class Strike:
         forced: what was killed beforehand, so that points of a start are reached.
         also: the daemon that was killed at once, beside.
         beside: what else happened to the job at once.
-        lost_node: the node whose memory was taken or damaged, too, or as many as there are replicas; "all" where
-            storage has what is needed.
+        lost_node: the node whose memory was taken or damaged, too, or as many as there are replicas; "all"
+            where storage has what is needed.
         then: whether the second half of the plan was done.
         went_back: iterations lost that had been recoverable a moment before, because a node was lost.
         refused: a start that failed with an error for the injected one.
@@ -396,7 +397,7 @@ class Training:
         return strike
 
     def forget(self, strike: Strike | None) -> None:
-        """The run is over: its memory is freed, as `ckptctl forget` does; also from what was hurt at the end."""
+        """The run is over: its memory is freed, as `ckptctl forget` does; also of what was hurt at the end."""
         for node in self._net.nodes:
             with contextlib.suppress(*NO_ANSWER), ControlClient(node.endpoint, timeout_s=5) as client:
                 client.ask(Forget(JOB, self._run), Done)
@@ -632,8 +633,8 @@ class Training:
             time.sleep(0.02)
 
     def _check_resumed(self) -> None:
-        """Every rank of this life went back to the same iteration, which is none before what was recoverable, or
-        begins where it was parked, and all are together again at the same one.
+        """Every rank of this life went back to the same iteration, which is none before what was recoverable;
+        or began where it was parked, and all are together again at the same one.
         """
         assert self._ranks is not None
         logs = [self._jobs.log(out) for _, out in self._ranks.started]
@@ -650,7 +651,7 @@ class Training:
         mine = {-signal.SIGKILL}
         if codes - mine:
             self._look(strike)
-        if codes - mine and not _excused(strike, "trainer"):
+        if codes - mine and not (_excused(strike, "trainer") or self._lost_its_holder(strike)):
             # Others fail in a collective when one of them is killed: the killed one is seen a moment later.
             time.sleep(0.3)
             codes = {process.exitcode for process, _ in self._ranks.started} - {None}
@@ -659,6 +660,14 @@ class Training:
         elif codes - mine and strike is not None:
             strike.refused = True
         return bool(codes)
+
+    def _lost_its_holder(self, strike: Strike | None) -> bool:
+        """Whether a rank of this start says that nobody can bring what it needs, because a daemon was hurt: the
+        next start plans anew.
+        """
+        assert self._ranks is not None
+        hurt = strike is not None and strike.fired is not None and strike.arm.process == "daemon"
+        return hurt and NOT_BROUGHT in self._ranks.logs
 
     def _start_daemons(self, strike: Strike | None) -> None:
         for node in self._net.nodes:
