@@ -89,7 +89,8 @@ ENDS_S = 600.0  # for all iterations: a busy machine may do one a second
 PARKS_S = 5.0
 FIRES_S = 2.0  # for a point that is reached while a job trains
 RESUMED = re.compile(r"resuming at iteration (\d+)")
-NOT_BROUGHT = "could not be brought here"
+# Of a start in which a fetch ends because a daemon did.
+NOT_BROUGHT = ("could not be brought here", "the daemon was restarted: start again")
 TOGETHER = re.compile(r"all ranks run together again from iteration (\d+)")  # of a localized recovery
 JOB = "e2e"  # of tests.e2e.job
 
@@ -667,7 +668,7 @@ class Training:
         """
         assert self._ranks is not None
         hurt = strike is not None and strike.fired is not None and strike.arm.process == "daemon"
-        return hurt and NOT_BROUGHT in self._ranks.logs
+        return hurt and any(text in self._ranks.logs for text in NOT_BROUGHT)
 
     def _start_daemons(self, strike: Strike | None) -> None:
         for node in self._net.nodes:
