@@ -421,8 +421,8 @@ class Persister:
             self._overtaken = self._failures = 0
             self._not_before_s, self._last_looked_at = 0.0, -1
             # Checkpoints that end later belong to a history that was abandoned.
-            self._written = self._written if self._written <= event.epoch_start else -1
             self._durable = self._durable if self._durable <= event.epoch_start else -1
+            self._written = self._written if self._written <= event.epoch_start else self._durable
         self._epoch, self._epoch_start, self._span = event.epoch, event.epoch_start, event.span
 
     def _forget_slots(self) -> None:

@@ -329,6 +329,21 @@ def test_a_fence_stops_all_uploads_until_another_epoch_is_joined() -> None:
     assert [e.key.iteration for e in of(Hold, effects)] == [7, 8]  # type: ignore[union-attr]
 
 
+def test_what_all_ranks_have_counts_when_what_this_one_wrote_last_is_abandoned() -> None:
+    """Checkpoint 4 was taken for one that this rank had not written, and would have been stored again."""
+    core = persister()
+    core.handle(Durable(4), now_s=0.0)
+    core.handle(slots(7, 8), now_s=0.0)
+    for i in (7, 8):
+        core.handle(stored(i), now_s=0.0)
+    core.handle(Committed(key(8)), now_s=0.0)
+    core.handle(Joined(1, 6), now_s=1.0)
+    assert core.state().committed == 4
+    assert core.handle(slots(3, 4), now_s=1.0) == []
+    core.handle(Flush(), now_s=1.0)
+    assert core.idle
+
+
 def test_a_manifest_of_another_history_does_not_count_in_this_one() -> None:
     """The answer came after the epoch's end: the same iteration, done anew, passed for stored
     before its first byte was.
