@@ -20,13 +20,14 @@ from ckptd.core.slots.segment_format import (
     pack_slot_header,
     unpack_slot_header,
 )
-from ckptd.core.slots.slots import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState, epoch_table
 from ckptd.errors import RemoteProtocolError
 from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
 __all__ = [
     "HeldHistory",
+    "begun_epochs",
     "fetch_piece",
     "header_record",
     "held_from_segments",
@@ -99,6 +100,18 @@ def newest_history(seen: RunSeen) -> HeldHistory:
         history.held(parked),
         max(worlds, default=0),
     )
+
+
+def begun_epochs(seen: RunSeen) -> dict[int, int]:
+    """The epochs of the newest history that the nodes which answered know, with their starts; none if one of
+    them reports something impossible.
+    """
+    try:
+        found = newest_history(seen)
+    except RemoteProtocolError:  # the trainers hear of it when they read the same reports
+        return {}
+    held = (*found.snapshots, *found.logs, *found.parked)
+    return epoch_table((record for each in held for record in each.records), found.history.begun)
 
 
 class _Told(msgspec.Struct):

@@ -16,6 +16,7 @@ from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.slots import SlotState
+from ckptd.holdings import begun_epochs
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Adopted, Segment, tell_adopted
 from ckptd.memory.segment_store import SegmentMaker
@@ -200,9 +201,9 @@ class Peering:
             answer(msgspec.structs.replace(seen, silent=(*seen.silent, STORE_NODE)))
 
         marks = sorted(self.quarantine.marks(message.job, message.run))
-        self._stored.ask(
+        self._stored.find(
             GetHoldings(message.job, message.run, tuple(marks), every_rank=message.every_rank),
-            Holdings,
+            begun_epochs(seen),
             lambda h: answer(msgspec.structs.replace(seen, holdings=(*seen.holdings, h))),
             failed,
         )

@@ -188,7 +188,8 @@ class Keeper:
 
     def _find(self, message: w.FindStored) -> Struct:
         run = self._run(message.job, message.run)
-        return w.Found(message.id, run.find(message.ranks, left_out=frozenset(message.left_out)))
+        found, epoch = run.find(message.ranks, begun=message.begun, left_out=frozenset(message.left_out))
+        return w.Found(message.id, found, epoch)
 
     def _offer(self, message: w.OfferStored) -> Struct:
         run = self._run(message.job, message.run)

@@ -157,8 +157,10 @@ class CommitRank(Struct, frozen=True, tag=True):
 class FindStored(Struct, frozen=True, tag=True):
     """Find the committed checkpoints of these ranks; answered by `Found`.
 
-    ``ranks``: None for all. ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one
-    of them are skipped.
+    ``ranks``: None for all. ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one of
+    them are skipped.
+    ``begun``: the epochs that the nodes of the run know, with their starts. What a keeper knows of them by
+    itself does not count: all nodes must offer the same checkpoints, and that of a new node knows nothing.
     """
 
     id: int
@@ -166,6 +168,7 @@ class FindStored(Struct, frozen=True, tag=True):
     run: str
     ranks: list[int] | None
     left_out: list[tuple[int, int]] = []
+    begun: dict[int, int] = {}
 
 
 class FindWorlds(Struct, frozen=True, tag=True):
@@ -296,6 +299,7 @@ class Found(Struct, frozen=True, tag=True):
 
     id: int
     checkpoints: list[CommittedCheckpoint]
+    epoch: int = -1  # the highest that the store shows, also of checkpoints that cannot be restored
 
 
 class WholeWorld(Struct, frozen=True):

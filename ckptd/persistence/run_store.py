@@ -246,12 +246,20 @@ class RunStore:
         return Agreement.OTHERWISE if any(c.id != checkpoint for c in same) else Agreement.NOT_YET
 
     def find(
-        self, ranks: Iterable[int] | None, *, left_out: frozenset[tuple[int, int]] = frozenset()
-    ) -> list[w.CommittedCheckpoint]:
-        """These ranks' part of the newest committed checkpoints; empty if the run has none.
+        self,
+        ranks: Iterable[int] | None,
+        *,
+        begun: Mapping[int, int],
+        left_out: frozenset[tuple[int, int]] = frozenset(),
+    ) -> tuple[list[w.CommittedCheckpoint], int]:
+        """These ranks' part of the newest committed checkpoints, and the run's highest epoch (-1: none).
+
+        If nothing is committed, the newest complete one counts of those that were abandoned for histories
+        without a complete one. A job must not begin anew beside it.
 
         Args:
             ranks: None: all.
+            begun: the epochs that the run's nodes know, with their starts; the same on all nodes.
             left_out: iteration and epoch of quarantined snapshots; checkpoints with one of them are skipped.
         Raises:
             NothingUsable: the run has checkpoints, but none can be used. A job must not take this for an
@@ -260,7 +268,8 @@ class RunStore:
         offered: list[w.CommittedCheckpoint] = []
         unusable: list[str] = []
         left = _OFFERED
-        for checkpoint in self._look().own.committed:
+        catalog = self._look_knowing(begun, self.at.store).own
+        for checkpoint in catalog.committed or self._last_resort(catalog):
             if left == 0:
                 break
             if checkpoint.id in self._passed_over:
@@ -286,7 +295,14 @@ class RunStore:
             text = f"nothing stored of {self.at.title} can be used: {'; '.join(unusable)}"
             self.at.report("error", "storage_unusable", text)
             raise NothingUsable("", text)
-        return offered
+        return offered, max(catalog.epochs, default=-1)
+
+    def _last_resort(self, catalog: Catalog) -> tuple[StoredCheckpoint, ...]:
+        found = catalog.last_resort[:1]
+        for checkpoint in found:
+            text = f"{checkpoint.id} is offered, for nothing else of {self.at.title} is complete"
+            self.at.report("warning", "abandoned_offered", f"{text} ({checkpoint.reason})")
+        return found
 
     def _holds_any(self, name: str, snapshots: frozenset[tuple[int, int]]) -> bool:
         manifest = self._offered[name]

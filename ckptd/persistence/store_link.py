@@ -88,7 +88,7 @@ class StoreLink:
     ) -> None:
         """As `PeerLink.ask`; the keeper has its own deadlines, and a `GetHoldings` survives its death."""
         if isinstance(message, GetHoldings):
-            self._find(message, done, failed)
+            self.find(message, {}, done, failed)
             return
         if isinstance(message, p.DoubtSlot):
             self.tell(message)
@@ -136,20 +136,28 @@ class StoreLink:
 
     # -- finding checkpoints ---------------------------------------------------------------------
 
-    def _find(
-        self, message: GetHoldings, done: Callable[[Any], None], failed: Callable[[str, str], None]
+    def find(
+        self,
+        message: GetHoldings,
+        begun: dict[int, int],
+        done: Callable[[Any], None],
+        failed: Callable[[str, str], None],
     ) -> None:
+        """Find the durable checkpoints of a run, as `Holdings`.
+
+        Args:
+            begun: the epochs that the run's nodes know, with their starts.
+        """
         job, run = message.job, message.run
         ranks = None if message.every_rank else sorted(self._ranks_of(job, run))
         left_out = list(message.left_out)
 
         def found(reply: w.Found) -> None:
             segments = [s for c in reply.checkpoints if (s := self._held(c)) is not None]
-            epoch = max((c.epoch for c in reply.checkpoints), default=-1)
-            done(Holdings(STORE_NODE, tuple(segments), epoch))
+            done(Holdings(STORE_NODE, tuple(segments), reply.epoch))
 
         self._ask(
-            lambda: w.FindStored(self._child.next_id(), job, run, ranks, left_out),
+            lambda: w.FindStored(self._child.next_id(), job, run, ranks, left_out, begun),
             found,
             failed,
         )

@@ -68,6 +68,8 @@ class RunView:
         silent: nodes that took part before and did not answer.
         drawn: a random number, from rank 0.
         known_epoch: the highest that any node knows; nothing may have been sealed in it yet.
+        stored_epoch: the highest that storage shows; nothing of it may be complete. The next one must be
+            above it, but need not follow it.
         facts: by rank, as far as there are any.
         records: of the nodes that answered.
         others: epochs that the newest one does not go back to; ``held``, ``parked`` and ``logs`` have
@@ -85,6 +87,7 @@ class RunView:
     silent: tuple[str, ...] = ()
     drawn: int = 0
     known_epoch: int = -1
+    stored_epoch: int = -1
     parked: tuple[HeldRecords, ...] = ()
     logs: tuple[HeldRecords, ...] = ()
     facts: Mapping[int, RankFacts] = field(default_factory=dict)
@@ -104,7 +107,7 @@ class RunView:
         Raises:
             ValueError: there is no higher one.
         """
-        return epoch_after(self.last_epoch(highest), self.drawn)
+        return epoch_after(max(self.last_epoch(highest), self.stored_epoch), self.drawn)
 
     @property
     def usable(self) -> tuple[HeldRecords, ...]:
@@ -203,6 +206,7 @@ class _NodeInventory(msgspec.Struct, frozen=True):
     cards: list[NodeCard] = []
     held: list[bytes] = []
     epoch: int = -1
+    stored_epoch: int = -1
     wanted: list[str] = []
     parked: list[bytes] = []
     logs: list[bytes] = []
@@ -253,7 +257,8 @@ def _inventory(seen: RunSeen, drawn: int) -> _NodeInventory:
         drawn,
         cards=list(seen.cards),
         held=[to_wire(held_from_segments(h.node, h.segments)) for h in holdings],
-        epoch=max((h.epoch for h in holdings), default=-1),
+        epoch=max((h.epoch for h in holdings if h.node != STORE_NODE), default=-1),
+        stored_epoch=max((h.epoch for h in holdings if h.node == STORE_NODE), default=-1),
         wanted=[*(member.card.node for member in seen.members), *seen.silent],
         parked=[to_wire(held_from_segments(h.node, h.parked)) for h in holdings],
         logs=[to_wire(held_from_segments(h.node, h.logs)) for h in holdings],
@@ -296,6 +301,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_NodeInventory]) -> RunView
         silent=silent,
         drawn=everybody[0].drawn,
         known_epoch=max(theirs.epoch for theirs in everybody),
+        stored_epoch=max(theirs.stored_epoch for theirs in everybody),
         parked=parked,
         logs=logs,
         facts=_facts_of(here, logs, parked),

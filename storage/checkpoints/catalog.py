@@ -119,6 +119,16 @@ class Catalog:
     def newest(self) -> StoredCheckpoint | None:
         return next((c for c in self.checkpoints if c.state is CheckpointState.COMMITTED), None)
 
+    @property
+    def last_resort(self) -> tuple[StoredCheckpoint, ...]:
+        """The complete checkpoints, newest first, that only histories without any complete one abandoned. If
+        nothing is committed, and memory is lost, these histories are lost, too.
+        """
+        complete = [c for c in self.checkpoints if c.complete]
+        begun = {c.id.epoch: c.id.epoch_start for c in complete}
+        left = {c.id for c in complete if any(e > c.id.epoch and s < c.id.end for e, s in begun.items())}
+        return tuple([c for c in complete if c.id not in left])
+
     def last_of(self, rank: int) -> StoredCheckpoint | None:
         """The newest checkpoint that is not stale and has this rank's manifest, committed or not."""
         for checkpoint in self.checkpoints:

@@ -11,7 +11,7 @@ from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
 from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
-from ckptd.holdings import held_from_segments, newest_history, operators_id
+from ckptd.holdings import begun_epochs, held_from_segments, newest_history, operators_id
 from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen
 from tests.ckptd.running import descriptor
 
@@ -115,6 +115,12 @@ def test_snapshots_logs_and_parked_states_of_the_history_that_counts_are_kept_ap
     assert kept == [(r.epoch, r.iteration) for h in found.logs for r in h.records]
     assert {h.segment for h in found.parked} == {both[0].name}
     assert newest_history(RunSeen((), ())).world_size == 0
+    third = Holdings("b", (), record=RunRecord("job", "run", epochs=((3 << 12, 4, second),)))
+    assert begun_epochs(RunSeen((told, third), ())) == {first: -1, second: -1, 3 << 12: 4}
+
+
+def test_of_what_cannot_be_no_epoch_is_known() -> None:
+    assert begun_epochs(RunSeen((Holdings("a", (segment(bytes(112)),)),), ())) == {}
 
 
 def test_equal_operator_tables_have_equal_ids_whatever_else_the_trainer_says() -> None:

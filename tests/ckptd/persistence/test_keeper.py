@@ -404,6 +404,55 @@ def test_a_job_that_does_not_know_of_a_later_history_is_fenced(
     assert "another job writes under these names" in reply.reason
 
 
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[Segment]:
+    """Rank 0 of two."""
+    made = segment_store(tmp_path / "wide").create(descriptor(world_size=2), 6, 1 << 20)
+    yield made
+    made.close()
+
+
+def test_an_epoch_is_told_of_which_nothing_is_complete(desk: Desk, wide: Segment, folder: Path) -> None:
+    """All memory was lost before the first checkpoint of an epoch was complete. Nobody knew of that epoch, the next
+    one was lower half of the time, and then nothing was made durable any more.
+    """
+    desk.open(epoch=7)
+    checkpoint(desk, wide, 4, epoch=7)
+    found = Desk(f"file://{folder}").ask(w.FindStored, "job", "run", [0])
+    assert (found.checkpoints, found.epoch) == ([], 7)
+
+
+def test_what_was_left_for_a_history_of_which_nothing_is_complete_is_offered_if_there_is_nothing_else(
+    desk: Desk, segment: Segment, wide: Segment, folder: Path
+) -> None:
+    """All memory was lost before the first checkpoint of an epoch was complete; the run began anew."""
+    desk.open(epoch=3)
+    checkpoint(desk, segment, 2, epoch=3)
+    checkpoint(desk, segment, 4, epoch=3)
+    desk.open(epoch=7)  # from the beginning
+    checkpoint(desk, wide, 3, epoch=7)
+    late = Desk(f"file://{folder}")
+    found = late.ask(w.FindStored, "job", "run", [0])
+    assert ([(c.end, c.epoch) for c in found.checkpoints], found.epoch) == ([(4, 3)], 7)
+    assert "abandoned_offered" in [told.kind for told in late.told]
+
+
+def test_what_the_nodes_know_decides_what_is_offered_and_not_what_this_one_knows(
+    desk: Desk, segment: Segment, folder: Path
+) -> None:
+    """A run had gone back, and a node was replaced before anything of the new epoch was stored. The new node offered
+    the newest three, the others the newest three that count; none was among both, and the run could not go on.
+    """
+    desk.open(epoch=3)
+    for end in (2, 4, 6, 8, 10):
+        checkpoint(desk, segment, end, epoch=3)
+    desk.open(epoch=7, start=4)
+    for each in (desk, Desk(f"file://{folder}")):
+        assert [c.end for c in each.find(0)] == [10, 8, 6]
+        found = each.ask(w.FindStored, "job", "run", [0], [], {3: -1, 7: 4})
+        assert [c.end for c in found.checkpoints] == [4, 2]
+
+
 def test_a_later_history_that_appears_after_opening_fences_the_commit(
     desk: Desk, segment: Segment, folder: Path
 ) -> None:

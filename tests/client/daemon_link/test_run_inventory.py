@@ -11,6 +11,7 @@ import pytest
 from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
+from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
 from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
 from ckptd.core.slots.slots import SlotState
@@ -120,6 +121,16 @@ def test_an_epoch_in_which_nothing_was_sealed_is_known() -> None:
     assert found.known_epoch == 5 << 12
     assert found.next_epoch(2) == (6 << 12) + found.drawn
     assert found.next_epoch(9 << 12) == (10 << 12) + found.drawn
+
+
+def test_an_epoch_that_only_storage_shows_is_passed_and_not_followed() -> None:
+    """Nothing of it may be complete, so the run goes on from an earlier one."""
+    stored = Holdings(STORE_NODE, (), 5 << 12)
+    told = seen("a", epoch=3 << 12)
+    found = view(Asks(NodeCard("a"), msgspec.structs.replace(told, holdings=(*told.holdings, stored))))
+    assert (found.known_epoch, found.stored_epoch) == (3 << 12, 5 << 12)
+    assert found.last_epoch(2 << 12) == 3 << 12
+    assert found.next_epoch(2 << 12) == (6 << 12) + found.drawn
 
 
 def test_an_epoch_is_a_number_above_all_that_are_known_and_a_lot() -> None:

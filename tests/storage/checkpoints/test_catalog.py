@@ -121,6 +121,18 @@ def test_a_run_that_began_anew_leaves_everything_behind() -> None:
     assert states(build_catalog(listing, JOB, RUN)) == [(15, 7, "stale"), (3, 8, "committed")]
 
 
+def test_what_was_left_for_a_history_without_anything_complete_is_the_last_resort() -> None:
+    """Not what a complete history left, however new it is."""
+    begun = manifests(14, epoch=9, start=12, ranks=(0,))
+    catalog = build_catalog([*manifests(15), *manifests(13), *begun], JOB, RUN)
+    assert catalog.committed == ()
+    assert [c.id.end for c in catalog.last_resort] == [15, 13]
+    left = build_catalog([*manifests(15), *manifests(13, epoch=8, start=11), *begun], JOB, RUN)
+    assert [(c.id.end, c.id.epoch) for c in left.last_resort] == [(13, 8)]
+    known = build_catalog(manifests(15), JOB, RUN, known_epochs={8: 10})
+    assert [c.id.end for c in known.last_resort] == [15]
+
+
 def test_histories_that_only_the_caller_knows_count_too() -> None:
     catalog = build_catalog(manifests(15), JOB, RUN, known_epochs={8: 10, 7: -1})
     assert states(catalog) == [(15, 7, "stale")]
