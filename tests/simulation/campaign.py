@@ -1,11 +1,12 @@
 """Many schedules: each seed is played by `tests.simulation.swarm`, one in five by
-`tests.simulation.replication_world`, too, and one in twenty in each row, and the splits, of `tests.simulation.special_worlds`.
+`tests.simulation.replication_world`, too, one in twenty in each row, and the splits, of
+`tests.simulation.special_worlds`, and one in four with a store (`tests.simulation.storage_world`).
 
 ``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--minutes 60] [--out FILE]`` prints a line per
 thousand, and at the end which fault met which phase of the job, and what the oracle waived, by reason. A seed
 that breaks a promise is printed with its trace, made small (`tests.simulation.shrinker`), and the rest is still
 played. ``--schedules 1 --seed N`` replays seed N exactly. ``--mutations`` breaks one rule after another
-(`tests.simulation.mutations`) and tells after how many seeds each is caught.
+(`tests.simulation.mutations`, `storage_mutations`) and tells after how many seeds each is caught.
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptd.core.state_machine import validate_always
+from tests.simulation import storage_world
 from tests.simulation.mutations import LIMIT, MUTATIONS, caught_after
 from tests.simulation.replication_world import play
 from tests.simulation.shrinker import described, shrink
 from tests.simulation.special_worlds import LOSSES, play_row, play_split
+from tests.simulation.storage_mutations import STORAGE_MUTATIONS
+from tests.simulation.storage_world import StorageWorld, play_storage
 from tests.simulation.swarm import CONDITIONS, PHASES, STRIKES, coverage_key, play_swarm
 
 __all__ = ["coverage_table", "main", "waivers"]
 
 
 _WORLD_SHARE = 5
+_STORE_SHARE = 4
 _ROWS_SHARE = 20
+_STORE = "storage: "
 _PRICE = ("losses asked", "skipped", "snapshots")
 
 
@@ -65,17 +71,24 @@ def _worlds(seed: int) -> Iterator[Mapping[str, int]]:
         for row, replicas in LOSSES:
             told = play_row(seed // _ROWS_SHARE, row, replicas=replicas).seen
             yield {f"{row}, {replicas} replicas: {what}": told[what] for what in _PRICE}
+    if seed % _STORE_SHARE == 0:
+        told = play_storage(seed // _STORE_SHARE).seen
+        yield {f"{_STORE}{what}": count for what, count in told.items()}
 
 
-def coverage_table(seen: Mapping[str, int]) -> str:
+def coverage_table(
+    seen: Mapping[str, int],
+    faults: Collection[str] = (*STRIKES, *CONDITIONS),
+    phases: Collection[str] = PHASES,
+    world: str = "",
+) -> str:
     """How often each fault met each phase."""
-    faults = [*STRIKES, *CONDITIONS]
-    lines = [f"{'fault':<18}" + "".join(f"{phase:>11}" for phase in PHASES)]
+    lines = [f"{'fault':<24}" + "".join(f"{phase:>11}" for phase in phases)]
     for fault in faults:
-        counts = [seen.get(coverage_key(fault, phase), 0) for phase in PHASES]
-        lines.append(f"{fault:<18}" + "".join(f"{count:>11}" for count in counts))
-    met = sum(seen.get(coverage_key(f, p), 0) > 0 for f in faults for p in PHASES)
-    return "\n".join([*lines, f"{met} of {len(faults) * len(PHASES)} (fault, phase) were met"])
+        counts = [seen.get(world + coverage_key(fault, phase), 0) for phase in phases]
+        lines.append(f"{fault:<24}" + "".join(f"{count:>11}" for count in counts))
+    met = sum(seen.get(world + coverage_key(f, p), 0) > 0 for f in faults for p in phases)
+    return "\n".join([*lines, f"{met} of {len(faults) * len(phases)} (fault, phase) were met"])
 
 
 def waivers(seen: Mapping[str, int]) -> str:
@@ -86,12 +99,17 @@ def waivers(seen: Mapping[str, int]) -> str:
 
 
 def _small(seed: int) -> str:
-    """The least of a swarm's seed that fails in the same way; "" if another of its worlds failed."""
+    """The least of a seed that fails in the same way; "" if another of its worlds failed."""
     try:
         config, failure = shrink(seed)
+        return f"{failure.notes}\nseed {seed} made small: {described(seed, config)}\n"
+    except ValueError:
+        seed //= _STORE_SHARE
+    try:
+        config, failure = shrink(seed, play=play_storage, make=StorageWorld)
     except ValueError:
         return ""
-    return f"{failure.notes}\nseed {seed} made small: {described(seed, config)}\n"
+    return f"{failure.notes}\nmade small: {described(seed, config, 'play_storage')}\n"
 
 
 def _tell(text: str, out: Path | None) -> None:
@@ -102,20 +120,23 @@ def _tell(text: str, out: Path | None) -> None:
             file.write(text + "\n")
 
 
+_ALL_MUTATIONS = MUTATIONS | STORAGE_MUTATIONS
+
+
 def _caught(task: tuple[str, int]) -> tuple[str, int, str]:
     name, first = task
-    return name, *caught_after(MUTATIONS[name], first=first)
+    return name, *caught_after(_ALL_MUTATIONS[name], first=first)
 
 
 def _break_rules(first: int, processes: int, out: Path | None) -> int:
     """Every mutation, one after another; 1 if one is not caught."""
     missed = []
     with get_context("spawn").Pool(processes, validate_always) as pool:
-        for name, seeds, why in pool.imap(_caught, [(name, first) for name in MUTATIONS]):
+        for name, seeds, why in pool.imap(_caught, [(name, first) for name in _ALL_MUTATIONS]):
             told = f"after {seeds} seeds: {why}" if seeds > 0 else f"not caught in {LIMIT} seeds"
-            _tell(f"{name} ({MUTATIONS[name].rule}): {told}", out)
+            _tell(f"{name} ({_ALL_MUTATIONS[name].rule}): {told}", out)
             missed += [name] if seeds < 0 else []
-    _tell(f"{len(MUTATIONS) - len(missed)} of {len(MUTATIONS)} broken rules were caught", out)
+    _tell(f"{len(_ALL_MUTATIONS) - len(missed)} of {len(_ALL_MUTATIONS)} broken rules were caught", out)
     return 1 if missed else 0
 
 
@@ -152,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if late:
                 break
     counts = ", ".join(f"{n} {what}" for what, n in sorted(seen.items()) if " x " not in what)
-    _tell(f"{counts}\n\n{coverage_table(seen)}\n{waivers(seen)}", options.out)
+    stored = coverage_table(seen, storage_world.STRIKES, storage_world.PHASES, _STORE)
+    _tell(f"{counts}\n\n{coverage_table(seen)}\n{waivers(seen)}\n\n{stored}", options.out)
     if broken:
         _tell(f"{len(broken)} seeds break a promise: {broken}", options.out)
     return 1 if broken else 0

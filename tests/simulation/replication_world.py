@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ckptd.core.slots.slots import SlotState
 from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Record, Trainer, WorldConfig
@@ -27,7 +27,18 @@ from tests.simulation.recovering import Recovering
 
 __all__ = ["World", "WorldConfig", "play", "played"]
 
-W = TypeVar("W", bound="World")
+
+class Playable(Protocol):
+    """A world that can be played."""
+
+    now_s: float
+    trace: list[str]
+    seen: Counter[str]
+
+    def play(self) -> None: ...
+
+
+W = TypeVar("W", bound=Playable)
 _LEAST_QUIET_S = 4.0  # of what follows the last fault, before one asks whether all is well
 
 

@@ -9,17 +9,32 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from ckptd.core.state_machine import validate_always
 from tests.simulation.model import WorldConfig
-from tests.simulation.swarm import Swarm, play_swarm
+from tests.simulation.swarm import Strike, Swarm, play_swarm
 
 __all__ = ["Failure", "failure_of", "main", "shrink"]
 
 _TRIES = 400  # plays at most
 
 Play = Callable[[int, WorldConfig], object]
+
+
+class Struck(Protocol):
+    """A world whose faults are drawn before it begins."""
+
+    config: WorldConfig
+    faults: set[str]
+    fates: list[Strike]
+
+    @property
+    def nodes(self) -> Mapping[str, object]: ...
+
+
+Make = Callable[[int, WorldConfig | None], Struck]
 
 
 class Failure(str):
@@ -41,14 +56,14 @@ def failure_of(seed: int, config: WorldConfig, play: Play = play_swarm) -> Failu
 
 
 def shrink(
-    seed: int, config: WorldConfig | None = None, play: Play = play_swarm
+    seed: int, config: WorldConfig | None = None, play: Play = play_swarm, make: Make = Swarm
 ) -> tuple[WorldConfig, Failure]:
     """The least that still fails in the same way, as far as leaving out one thing after another finds it.
 
     Raises:
         ValueError: the seed does not fail.
     """
-    world = Swarm(seed, config)
+    world = make(seed, config)
     small = dataclasses.replace(
         world.config,
         faults=frozenset(world.faults),
@@ -71,7 +86,7 @@ def shrink(
     return small, failure
 
 
-def _smaller(world: Swarm, config: WorldConfig) -> Iterator[WorldConfig]:
+def _smaller(world: Struck, config: WorldConfig) -> Iterator[WorldConfig]:
     """Each without one thing more: first what takes much away."""
     faults, strikes = config.faults or frozenset(), config.strikes or frozenset()
     times = {strike.number: strike.at_s for strike in world.fates}
@@ -94,11 +109,11 @@ def _smaller(world: Swarm, config: WorldConfig) -> Iterator[WorldConfig]:
             yield dataclasses.replace(config, chaos_s=chaos_s)
 
 
-def described(seed: int, config: WorldConfig) -> str:
+def described(seed: int, config: WorldConfig, play: str = "play_swarm") -> str:
     """How to play it again."""
     faults, strikes = sorted(config.faults or ()), sorted(config.strikes or ())
     return (
-        f"play_swarm({seed}, WorldConfig(faults=frozenset({faults}), strikes=frozenset({strikes}), "
+        f"{play}({seed}, WorldConfig(faults=frozenset({faults}), strikes=frozenset({strikes}), "
         f"most_nodes={config.most_nodes}, chaos_s={config.chaos_s:.1f}))"
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ckptd.core.slots.slots import SlotRecord, SlotState
@@ -29,7 +29,7 @@ from tests.simulation.model import (
 from tests.simulation.replication_world import World, played
 from tests.simulation.torn_hints import torn
 
-__all__ = ["CONDITIONS", "PHASES", "STRIKES", "Strike", "Swarm", "coverage_key", "play_swarm"]
+__all__ = ["CONDITIONS", "PHASES", "STRIKES", "Strike", "Swarm", "coverage_key", "play_swarm", "strikes_of"]
 
 PHASES = ("first", "steady", "lagging", "degraded", "returned", "recovering")
 _SHARE = 0.35  # of the kinds of faults that a seed has
@@ -63,7 +63,7 @@ class Swarm(World):
         drawn = drawn if told.among is None else set(told.among)
         self.faults = drawn if told.faults is None else set(told.faults)
         chaos_s = min(told.chaos_s, _CHAOS_S)
-        self.fates = _strikes(seed, drawn, chaos_s)
+        self.fates = strikes_of(f"{seed}/strikes", drawn & STRIKES.keys(), chaos_s)
         super().__init__(seed, dataclasses.replace(told, chaos_s=chaos_s))
         self.growth_refused = 0.0
         self.breaks = 0.0
@@ -230,14 +230,17 @@ class Swarm(World):
         self.lost, self.doubled = rng.choice(((0.04, 0.03), (0.15, 0.1)))
 
 
-def _strikes(seed: int, faults: set[str], chaos_s: float) -> list[Strike]:
-    rng = random.Random(f"{seed}/strikes")
-    kinds = sorted(faults & STRIKES.keys())
+def strikes_of(
+    seed: str, faults: Iterable[str], chaos_s: float, *, first: float = _FIRST_S, pause: float = _PAUSE_S
+) -> list[Strike]:
+    """Strikes of these kinds, ``pause`` apart on average."""
+    rng = random.Random(seed)
+    kinds = sorted(faults)
     found: list[Strike] = []
-    at_s = _FIRST_S + rng.expovariate(1.0 / _PAUSE_S)
+    at_s = first + rng.expovariate(1.0 / pause)
     while at_s < chaos_s:
         found.append(Strike(len(found), rng.choice(kinds), at_s, rng.getrandbits(32)))
-        at_s += rng.expovariate(1.0 / _PAUSE_S)
+        at_s += rng.expovariate(1.0 / pause)
     return found
 
 
