@@ -1,12 +1,13 @@
 """Many schedules: each seed is played by `tests.simulation.swarm`, one in five by
 `tests.simulation.replication_world`, too, one in twenty in each row, and the splits, of
-`tests.simulation.special_worlds`, and one in four with a store (`tests.simulation.storage_world`).
+`tests.simulation.special_worlds`, one in four with a store (`tests.simulation.storage_world`), and each as a
+pipeline (`tests.simulation.parking_world`).
 
 ``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--minutes 60] [--out FILE]`` prints a line per
 thousand, and at the end which fault met which phase of the job, and what the oracle waived, by reason. A seed
 that breaks a promise is printed with its trace, made small (`tests.simulation.shrinker`), and the rest is still
 played. ``--schedules 1 --seed N`` replays seed N exactly. ``--mutations`` breaks one rule after another
-(`tests.simulation.mutations`, `storage_mutations`) and tells after how many seeds each is caught.
+(``mutations``, ``storage_mutations`` and ``parking_mutations`` here) and tells after how many seeds each is caught.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import NamedTuple
 from ckptd.core.state_machine import validate_always
 from tests.simulation import storage_world
 from tests.simulation.mutations import LIMIT, MUTATIONS, caught_after
+from tests.simulation.parking_mutations import PARKING_MUTATIONS
+from tests.simulation.parking_world import play_parking
 from tests.simulation.replication_world import play
 from tests.simulation.shrinker import described, shrink
 from tests.simulation.special_worlds import LOSSES, play_row, play_split
@@ -71,6 +74,7 @@ def _worlds(seed: int) -> Iterator[Mapping[str, int]]:
         for row, replicas in LOSSES:
             told = play_row(seed // _ROWS_SHARE, row, replicas=replicas).seen
             yield {f"{row}, {replicas} replicas: {what}": told[what] for what in _PRICE}
+    yield {f"pipeline: {what}": count for what, count in play_parking(seed).seen.items()}
     if seed % _STORE_SHARE == 0:
         told = play_storage(seed // _STORE_SHARE).seen
         yield {f"{_STORE}{what}": count for what, count in told.items()}
@@ -120,7 +124,7 @@ def _tell(text: str, out: Path | None) -> None:
             file.write(text + "\n")
 
 
-_ALL_MUTATIONS = MUTATIONS | STORAGE_MUTATIONS
+_ALL_MUTATIONS = MUTATIONS | STORAGE_MUTATIONS | PARKING_MUTATIONS
 
 
 def _caught(task: tuple[str, int]) -> tuple[str, int, str]:

@@ -1,8 +1,9 @@
 """An object store that fails in parts, as one process sees it (`StoreClient`), and what is in it (`Bucket`).
 
-A request takes effect at one time, or never; the answer may be lost, and then the effect may come later than the error.
-A listing shows what took effect before it began; what changes while it is made, it may show or not. It may end in the
-middle. A deletion of many may delete some. Nothing is promised of the clocks: the store's is none of the machines'.
+A request takes effect at one time, or never; the answer may be lost, and then the effect may come later than
+the error. A listing shows what took effect before it began; what changes while it is made, it may show or not.
+It may end in the middle. A deletion of many may delete some. Nothing is promised of the clocks: the store's is
+none of the machines'.
 """
 
 from __future__ import annotations

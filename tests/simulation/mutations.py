@@ -117,10 +117,13 @@ def _promises_while_one_is_away(self: Replicator) -> Interval:
     return self._copies.in_aim([target.copies for target in self._counted()])
 
 
-def _promises_the_newest(self: Replicator) -> Interval:
-    """The end of the best target, not of the worst."""
-    runs = [target.copies.run for target in self._counted()] or [self.own]
-    return max(runs, key=lambda run: run.last, default=NO_INTERVAL)
+def _promises_what_the_best_has(self: Replicator) -> Interval:
+    """The best target's ends, not those of all."""
+    counted = self._counted()
+    if self._agreed is None or len(counted) < 2:
+        return _promisable(self)
+    best = max(counted, key=lambda target: target.copies.run.last)
+    return self._copies.in_aim([best.copies])
 
 
 def _new_aim_each_time(self: Copies, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +202,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "floor is the best target's": Mutation(
         "a rank promises what all its targets hold",
-        ((Replicator, "replicated", property(_promises_the_newest)),),
+        ((Replicator, "_promisable", _promises_what_the_best_has),),
     ),
     "rank promises without its ring": Mutation(
         "the ring must hold the suffix, too",

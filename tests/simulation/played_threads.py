@@ -1,7 +1,8 @@
 """Real threads of which one runs at a time, on a played clock: for code of the product that blocks.
 
-A thread goes on until it pauses; so who goes on next is decided by the world's clock and its seed alone. A process that
-is killed ends all of its threads where they pause, as a SIGKILL would: `Ended` passes every ``except Exception``.
+A thread goes on until it pauses; so who goes on next is decided by the world's clock and its seed alone. A
+process that is killed ends all of its threads where they pause, as a SIGKILL would: `Ended` passes every
+``except Exception``.
 """
 
 from __future__ import annotations

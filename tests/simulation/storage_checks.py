@@ -1,12 +1,13 @@
 """What is promised of durable checkpoints, asked at every change of the store.
 
-(s1) What a complete checkpoint names is there, for as long as its manifests are; a key stands for one content.
+(s1) What a complete checkpoint names is there, as long as its manifests are; a key stands for one content.
 (s2) A complete checkpoint goes only if a newer complete one is there: of its history, or of one that left it.
-(s3) A recovery that needs the store goes back to its newest complete checkpoint, or to something later; and no run
-     begins anew while there is one.
+(s3) A recovery that needs the store goes back to its newest complete checkpoint, or to something later; and
+     no run begins anew while there is one.
 (s4) What is stored, and what a plan loads, is of one history, and bit for bit what was sealed.
 (s5) What a daemon takes for durable was complete once.
-(s6) When nothing happens any more, checkpoints are durable again, and the newest snapshot is when training ends.
+(s6) When nothing happens any more, checkpoints are durable again; so is the newest snapshot when training
+     ends.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class StorageChecks:
         assert newer, f"(s2) {checkpoint} is deleted, and nothing newer is complete"
 
     def newest_complete(self, begun: Mapping[int, int] = NO_EPOCHS) -> CheckpointId | None:
-        """What a recovery must go back to if there is nothing else: what no history has left of which the store shows
-        anything; if there is none, what no history has left of which anything is complete.
+        """What a recovery must go back to if there is nothing else: what no history has left of which the store
+        shows anything; if there is none, what no history has left of which anything is complete.
 
         Args:
             begun: histories that the machines know.

@@ -1,7 +1,8 @@
 """A machine with memory, the daemon's third tier, and its store keeper, for `tests.simulation.storage_world`.
 
-Real are `ckptd.persistence.tier` with its persisters, and `ckptd.persistence.keeper` with all that it uses; played are
-their threads and clocks (`played`), the slots that they read, and the process between them (`PlayedChild`).
+Real are `ckptd.persistence.tier` with its persisters, and `ckptd.persistence.keeper` with all that it uses;
+played are their threads and clocks (`played`), the slots that they read, and the process between them
+(`PlayedChild`).
 """
 
 from __future__ import annotations

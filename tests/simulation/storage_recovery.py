@@ -186,8 +186,8 @@ class StorageRecovery(StorageChecks):
         self._fetch(usable, plan)
 
     def _decide(self, usable: Sequence[Machine]) -> None:
-        """The run got somewhere, and cannot go on: it waits for who is away; else a person gives up what is in
-        memory.
+        """The run got somewhere, and cannot go on: it waits for who is away; else a person gives up what is
+        in memory.
         """
         if len(usable) == sum(m.up for m in self.machines.values()):
             self.seen["memory given up"] += 1

@@ -1,15 +1,16 @@
 """A job whose checkpoints go to an object storage that fails in parts, on a played clock.
 
-Real are persister, cadence and tier (`ckptd.core.persister`, `ckptd.persistence.tier`), the store keeper with all that
-it uses, retention, catalog and manifests, and the recovery plan. Played are the rest:
+Real are persister, cadence and tier (`ckptd.core.persister`, `ckptd.persistence.tier`), the store keeper with
+all that it uses, retention, catalog and manifests, and the recovery plan. Played are the rest:
 
     played_threads   the keeper's threads, one at a time    storage_checks   what is promised (read this first)
     faulty_store     requests that fail, and their effects  storage_daemons  a machine, its daemon, its keeper
     storage_slots    its memory                             storage_recovery the job's end and return
     storage_world    trainers and fate (here)
 
-Each seed has some of the kinds of faults (`STRIKES`), as in `tests.simulation.swarm`. Memory is simple here: each
-rank's ring, and a copy of its newest snapshots on another machine that may lag; `replication_world` plays replication.
+Each seed has some of the kinds of faults (`STRIKES`), as in `tests.simulation.swarm`. Memory is simple here:
+each rank's ring, and a copy of its newest snapshots on another machine that may lag; `replication_world` plays
+replication.
 """
 
 from __future__ import annotations

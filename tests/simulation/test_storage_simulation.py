@@ -16,7 +16,7 @@ from tests.simulation.played_threads import PlayedLock, Process, Threads
 from tests.simulation.storage_mutations import STORAGE_MUTATIONS
 from tests.simulation.storage_world import StorageWorld, play_storage
 
-SEEDS = int(os.environ.get("CKPTD_SIM_STORAGE_SEEDS", "4"))
+SEEDS = int(os.environ.get("CKPTD_SIM_STORAGE_SEEDS", "3"))
 
 
 def test_what_is_durable_is_come_back_to_from_a_store_that_fails_in_parts() -> None:

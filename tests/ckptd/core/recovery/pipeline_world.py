@@ -302,7 +302,7 @@ def random_world(rng: random.Random, *, domains_max: int = 5) -> World:
     """A job of 2 to 5 domains (or fewer) in a row or a ring, with abandoned histories, gaps, old
     parks, and lost nodes.
     """
-    shape = _random_shape(rng, domains_max)
+    shape = random_shape(rng, domains_max)
     length = rng.randint(5, 9)  # the last iteration of which there may be a state
     left_at = rng.choice([None, rng.randint(1, length - 1)])
     salts = [7] * length
@@ -330,7 +330,7 @@ def random_world(rng: random.Random, *, domains_max: int = 5) -> World:
     return World(shape, store, truth, facts, lost, epochs[-1][0])
 
 
-def _random_shape(rng: random.Random, domains_max: int) -> Shape:
+def random_shape(rng: random.Random, domains_max: int) -> Shape:
     count = rng.randint(2, domains_max)
     domains: list[Numbers] = []
     for _ in range(count):
