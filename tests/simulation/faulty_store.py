@@ -63,6 +63,7 @@ class Bucket(MemoryStore):
         super().__init__()
         self.threads, self.watcher, self.rng = threads, watcher, rng
         self.trouble = Trouble()
+        self.at_next: list[Callable[[], None]] = []  # what happens at the next request
 
     def time_ns(self) -> int:
         """By the store's clock; in whole seconds, as S3 tells it."""
@@ -165,6 +166,8 @@ class StoreClient:
 
     def _request(self, key: str, effect: Callable[[], T], *, puts: bool = False) -> T:
         self._wait()
+        while self._bucket.at_next:
+            self._bucket.threads.clock.later(0.0, self._bucket.at_next.pop())
         dies = self._dies()
         if dies and self._rng.random() < 0.5:
             self._end()

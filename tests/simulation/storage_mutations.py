@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckptd.core.persister import Persister
@@ -55,10 +55,6 @@ def _of_what_is_offered(self: RunStore, ranks: Iterable[int], **how: Any) -> Fou
     return found, max((each.epoch for each in found), default=-1)
 
 
-def _by_own_epochs(self: RunStore, ranks: Iterable[int], *, begun: Mapping[int, int], **how: Any) -> Found:
-    return _find(self, ranks, begun=self._known_epochs(), **how)
-
-
 _find = RunStore.find
 
 
@@ -93,11 +89,6 @@ STORAGE_MUTATIONS: dict[str, Mutation] = {
         ((RunStore, "_last_resort", lambda *_: ()),),
         WorldConfig(among=_LEFT),
         play_storage,
-    ),
-    "a node goes by its own epochs": Mutation(
-        "all nodes offer the same checkpoints",
-        ((RunStore, "find", _by_own_epochs),),
-        play=play_storage,
     ),
     "a dead keeper is believed": Mutation(
         "what a keeper stored and did not commit is unknown to the next one",

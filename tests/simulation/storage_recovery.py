@@ -256,9 +256,13 @@ class StorageRecovery(StorageChecks):
             self.previous[rank] = plan.end
         for machine in usable:
             machine.segments = []
-            for replica in machine.replicas:
-                replica.slots = [s for s in replica.slots if s.record.iteration <= plan.end]
+            for replica in machine.replicas:  # replication replaces what is of another history
+                past = [s for s in replica.slots if self._goes_on(replica.rank, s.record, end)]
+                replica.slots = past
         self._start(usable, epoch, plan.end, self.state_of(0, end), rings)
+
+    def _goes_on(self, rank: int, record: SlotRecord, end: SlotRecord) -> bool:
+        return self.is_past(self.state_of(rank, record), self.state_of(0, end))
 
     def begin_anew(self, highest: int) -> None:
         usable = [m for m in self.machines.values() if m.up and not m.away]

@@ -44,6 +44,7 @@ __all__ = ["PHASES", "STRIKES", "StorageWorld", "play_storage"]
 PHASES = ("first", "steady", "storing", "no keeper", "returned", "recovering")
 _ENTRIES = [TensorEntry(f"t{n}", "U8", (200,)) for n in range(3)]
 _SHARE = 0.4  # of the kinds of faults that a seed has
+_AIMED = 0.4  # of all strikes
 _CHAOS_STEPS, _FIRST_STEPS, _PAUSE_STEPS = 110.0, 3.0, 5.0
 _CALM_S = 24 * 3600.0  # within which all must be well again
 _PAUSE_S = 2.2 * 24 * 3600.0  # longer than what retention waits for
@@ -236,8 +237,14 @@ class StorageWorld(StorageRecovery):
 
     # Faults.
 
+    def aim(self, strike: Strike) -> None:
+        """Let it happen, now or in the middle of the next upload."""
+        if random.Random(strike.seed).random() < _AIMED:
+            self.bucket.at_next.append(partial(self.strike, strike))
+        else:
+            self.strike(strike)
+
     def strike(self, strike: Strike) -> None:
-        """Let it happen."""
         if self.calm:
             return
         self.seen[coverage_key(strike.fault, self.phase)] += 1
@@ -322,7 +329,7 @@ class StorageWorld(StorageRecovery):
         for strike in self.fates:
             left_out = self.config.strikes is not None and strike.number not in self.config.strikes
             if strike.fault in self.faults and not left_out:
-                self.later(strike.at_s * self.step_s, partial(self.strike, strike))
+                self.later(strike.at_s * self.step_s, partial(self.aim, strike))
         self.run_until(_CHAOS_STEPS * self.step_s)
         self.settle()
         self.end()
