@@ -135,6 +135,8 @@ class AttributeRecorder:
             packed = values.pack(node)
         except (NotCapturable, values.UnsupportedValue) as error:
             raise LeftOut(str(error).lstrip()) from error
+        except RuntimeError as error:  # another thread adds to a dict meanwhile, for example
+            raise LeftOut(f"it cannot be read: {error}") from error
         if len(packed) > MOST_BYTES + self._most_tensors:
             raise LeftOut(f"{len(packed)} bytes")
         return AttributeRecord("n", packed, key, node)

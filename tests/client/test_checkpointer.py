@@ -233,6 +233,27 @@ class TestOff:
 # -- on ------------------------------------------------------------------------------------------
 
 
+class Counting(MoE):
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = super().forward(tokens) / self.calls
+        return out
+
+
+@pytest.mark.parametrize("attributes", [True, False])
+def test_attributes_that_change_are_captured_unless_it_is_turned_off(
+    make: Callable[..., Checkpointer], attributes: bool
+) -> None:
+    model = Counting()
+    optimizer = AdamW(model.parameters())
+    ckpt = make(model, optimizer, attributes=attributes)
+    train(ckpt, model, optimizer, 5)
+    assert model.calls == 5
+    assert ("attributes captured: calls" in ckpt.describe()) == attributes
+
+
 class TestOn:
     def test_attaching_draws_no_random_number(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         optimizer = AdamW(model.parameters())

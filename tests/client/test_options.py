@@ -138,6 +138,7 @@ def made(**keywords: Any) -> Checkpointer:
         ({"replicated": "*"}, "replicated= is a str; pass a dict"),
         ({"operators": ["a*"]}, "operators= is a list; pass a dict"),
         ({"capture_once": None}, "capture_once=None: pass True or False"),
+        ({"attributes": "all"}, "attributes='all': pass True or False"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -222,6 +222,19 @@ def test_parameters_are_not_captured_twice() -> None:
     assert watched.state_dict() == {}
 
 
+class Broken(random.Random):
+    def getstate(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def test_what_cannot_be_read_does_not_end_the_training() -> None:
+    model = net(rng=random.Random(1), calls=0)
+    watched = of_modules(model)
+    model.rng, model.calls = Broken(), 1
+    assert watched.state_dict() == {}
+    assert "rng (it cannot be read: not now)" in watched.left_out()
+
+
 def test_addresses_and_times_are_left_out() -> None:
     model = net(pointer=0)
     watched = of_modules(model)
