@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import platform
+import sys
 import time
 import traceback
 import weakref
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import ckptd
 from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.left_behind import LeftBehind, variables_of
 from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.program import Program, this_program
 from ckptd.client.capture.recorder import Recorder
@@ -223,6 +225,11 @@ class Checkpointer:
         Raises:
             ReplayMismatch: a replayed step did not reproduce the recording (see ``on_mismatch``).
         """
+        if not self.off:
+            captured = (*self._subject.stateful.values(), *self._batches)
+            self._loop.left_behind = LeftBehind(
+                variables_of(sys._getframe(1)), captured, self._model, self._binding.optimizers
+            )
         while (yield from self._steps_of_this_life(total, start)):
             gc.collect()  # groups, buckets and mapped memory of the life before are in cycles
 

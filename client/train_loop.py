@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.left_behind import LeftBehind
 from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.daemon_link.rank_memory import RankMemory
@@ -62,6 +63,7 @@ class LoopSide:
         recorder: None if snapshots were given up, or nothing is protected (any more).
         parking: None if nothing is parked.
         rehearsal: compares what a resume makes of the optimizers; None when it is over, or not wanted.
+        left_behind: looks for what was not passed to be captured; None when it is over.
         over: another one follows the loop in its place: the process has restarted.
         resumed: what a resume has replayed and compared, in words; empty before, and without one.
     """
@@ -81,6 +83,7 @@ class LoopSide:
         self.recorder: Recorder | None = None
         self.parking: Parking | None = None
         self.rehearsal: Rehearsal | None = None
+        self.left_behind: LeftBehind | None = None
         self._when_exact: Callable[[], None] | None = None
         self._phases: PhaseClock | None = None  # None once the first new step is done
         self._new_from = 0
@@ -240,6 +243,8 @@ class LoopSide:
         """The steps of a protected loop, each after its top; a last top takes the last step's snapshot."""
         for step in self.bodies(steps):
             self._top(step)
+            if self.left_behind is not None:
+                self.left_behind = self.left_behind.look()
             self.pipeline.begin(step, replaying=self.replaying.replay is not None)
             yield step
         if not self.over:

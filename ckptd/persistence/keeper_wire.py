@@ -157,8 +157,8 @@ class CommitRank(Struct, frozen=True, tag=True):
 class FindStored(Struct, frozen=True, tag=True):
     """Find the committed checkpoints of these ranks; answered by `Found`.
 
-    ``ranks``: None for all. ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one of
-    them are skipped.
+    ``ranks``: None for all. ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one
+    of them are skipped.
     ``begun``: the epochs that the nodes of the run know, with their starts. What a keeper knows of them by
     itself does not count: all nodes must offer the same checkpoints, and that of a new node knows nothing.
     """

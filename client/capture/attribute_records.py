@@ -222,7 +222,7 @@ def _may_be_recorded(value: object) -> bool:
 
 def _samples(tensors: Sequence[Tensor]) -> list[str]:
     """An element of each of some tensors: what changes them by ``.data`` changes no version."""
-    chosen = [t for t in tensors[:: len(tensors) // _SAMPLES + 1] if t.numel() and plain_tensor(t)]
+    chosen = [t for t in tensors[:: len(tensors) // _SAMPLES + 1] if plain_tensor(t) and t.numel()]
     elements = [t.detach().reshape(-1)[t.numel() // 2].double() for t in chosen]
     if not elements:
         return []

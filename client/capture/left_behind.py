@@ -1,0 +1,163 @@
+"""Objects of the program around the loop that change while it trains, and that no snapshot has.
+
+A scheduler, a gradient scaler, a second optimizer or an average of the model that nobody passed to the
+`Checkpointer` begins anew after a failure. A replay notices a scheduler, too late, and an average not at
+all. So the first steps look at the variables of the function with the loop, and a warning names what was
+forgotten.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptd.client import values
+from ckptd.client.capture.attribute_records import AttributeRecorder, LeftOut
+from ckptd.client.log_lines import get_logger
+
+__all__ = ["LeftBehind", "variables_of"]
+
+logger = get_logger(__name__)
+
+# Tops at which it looks: a scheduler may count for the first time in the second step.
+_LOOKS = 4
+_KINDS = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module)
+# Between the loop and the code of the user.
+_BETWEEN = frozenset({"ckptd", "contextlib", "rich", "tqdm"})
+_LIBRARIES = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
+
+
+def variables_of(frame: types.FrameType | None) -> dict[str, Any]:
+    """The variables of the function that runs the loop, and the attributes of its ``self``; none if it is a
+    library's.
+
+    Args:
+        frame: asks for the next step.
+    """
+    while frame is not None and _package(frame) in _BETWEEN:
+        frame = frame.f_back
+    if frame is None or _package(frame) in _LIBRARIES:
+        return {}
+    found = dict(frame.f_locals)
+    own = getattr(found.get("self"), "__dict__", {})
+    return found | {f"self.{name}": value for name, value in own.items()}
+
+
+def _package(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+class LeftBehind:
+    """Looks at variables during the first steps.
+
+    Args:
+        variables: by name.
+        captured: objects that snapshots have, and what is inside them.
+        model, optimizers: the same.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, Any],
+        captured: Iterable[Any],
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [p for optimizer in optimizers for p in _params(optimizer)]
+        self._tensors = frozenset(map(id, tensors))
+        self._recorder = AttributeRecorder(0, everything=True, trained=self._tensors)
+        inside = {id(part) for each in captured for part in _with_parts(each)}
+        self._objects = {
+            id(value): (name, value)
+            for name, value in variables.items()
+            if id(value) not in inside and isinstance(value, _KINDS)
+        }
+        self._first: dict[int, object] = {}
+        self._looks = 0
+
+    def look(self) -> LeftBehind | None:
+        """Look once; None when it is over, and what was found has been said."""
+        try:
+            return self._look()
+        except Exception as error:  # noqa: BLE001 - objects of the user's, which need not even be complete
+            logger.info(
+                "the variables around the loop were not looked at: %s: %s", type(error).__name__, error
+            )
+            return None
+
+    def _look(self) -> LeftBehind | None:
+        self._looks += 1
+        if self._looks == 1:
+            self._objects = {key: found for key, found in self._objects.items() if self._counts(found[1])}
+        now = {key: self._state(value) for key, (_, value) in self._objects.items()}
+        self._first = self._first or now
+        if self._looks < _LOOKS and self._objects:
+            return self
+        changed = [self._objects[key] for key in now if now[key] != self._first[key]]
+        if changed:
+            listed = ", ".join(f"{name} ({type(value).__name__})" for name, value in changed)
+            state = ", ".join(f'"{name.removeprefix("self.")}": {name}' for name, _ in changed)
+            logger.warning(
+                "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. "
+                "Pass Checkpointer(..., state={%s})%s",
+                listed,
+                state,
+                _advice(value for _, value in changed),
+            )
+        return None
+
+    def _counts(self, value: Any) -> bool:
+        """True for what may be state of the training."""
+        if isinstance(value, Optimizer):
+            return not any(id(p) in self._tensors for p in _params(value))
+        if isinstance(value, LRScheduler):
+            return any(id(p) in self._tensors for p in _params(value.optimizer))
+        if isinstance(value, torch.amp.GradScaler):
+            return value.is_enabled()
+        return self._state(value) is not None
+
+    def _state(self, value: Any) -> object:
+        """Another one when its state has changed; None for a module that shares the trained one's tensors, or
+        has none.
+        """
+        if isinstance(value, nn.Module):
+            try:
+                record = self._recorder.record(value, None, first=True)
+            except LeftOut:
+                return None
+            return record.key if any(True for _ in value.state_dict()) else None
+        if isinstance(value, Optimizer):
+            return len(value.state), [p._version for p in _params(value)]
+        if isinstance(value, LRScheduler):
+            return value.last_epoch
+        return values.pack(value.state_dict())
+
+
+def _params(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _with_parts(value: Any) -> Iterator[Any]:
+    """An object, its attributes, and what is in lists of these: schedulers are made of others."""
+    yield value
+    for part in getattr(value, "__dict__", {}).values():
+        yield part
+        if isinstance(part, list | tuple):
+            yield from part
+
+
+def _advice(changed: Iterable[Any]) -> str:
+    kinds = {type(value) for value in changed}
+    if any(issubclass(kind, Optimizer) for kind in kinds):
+        return ", and all optimizers of the model in a list: Checkpointer(model, [first, second])"
+    if any(issubclass(kind, nn.Module) for kind in kinds):
+        return ", or, if it is large, Checkpointer(nn.ModuleDict({...}), ...) of both modules"
+    return ""

@@ -1,0 +1,149 @@
+"""What a program forgot to pass is named, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptd.client.capture.left_behind import LeftBehind, variables_of
+
+
+class Job:
+    """A model with what belongs to it, and a step."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.after: list[Callable[[], object]] = []
+
+    def step(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        for call in self.after:
+            call()
+
+    def said(self, caplog: pytest.LogCaptureFixture, captured: tuple[Any, ...] = (), **variables: Any) -> str:
+        """What is said when these variables are around the loop."""
+        looking: LeftBehind | None = LeftBehind(variables, captured, self.model, [self.optimizer])
+        for _ in range(6):
+            if looking is not None:
+                looking = looking.look()
+            self.step()
+        assert looking is None
+        return caplog.text
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def follow(mean: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(mean.parameters(), model.parameters(), strict=True):
+        mine.data.lerp_(theirs.data, 0.5)
+
+
+def test_a_scheduler_and_an_average(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    mean, scheduler = copy.deepcopy(job.model), torch.optim.lr_scheduler.StepLR(job.optimizer, 2)
+    job.after = [scheduler.step, lambda: follow(mean, job.model)]
+    told = job.said(caplog, ema=mean, sched=scheduler)
+    assert "NOT CAPTURED: ema (Linear), sched (StepLR): it changes while it trains, and begins anew" in told
+    assert 'state={"ema": ema, "sched": sched}' in told
+    assert "Checkpointer(nn.ModuleDict({...}), ...)" in told
+
+
+def test_what_is_captured_is_not_named(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor what is inside of it, such as the schedulers of which one is made."""
+    first, second = (torch.optim.lr_scheduler.ConstantLR(job.optimizer) for _ in range(2))
+    both = torch.optim.lr_scheduler.SequentialLR(job.optimizer, [first, second], [3])
+    mean = copy.deepcopy(job.model)
+    job.after = [both.step, lambda: follow(mean, job.model)]
+    told = job.said(
+        caplog, (both, mean), mean=mean, both=both, first=first, net=job.model, optimizer=job.optimizer
+    )
+    assert told == ""
+
+
+def test_what_does_not_change_is_not_named(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """A teacher, a loss without tensors, a part and a wrapper of the model."""
+    around = nn.Sequential(job.model)
+    assert job.said(caplog, teacher=nn.Linear(2, 2), loss=nn.MSELoss(), whole=around, n=3, text="a") == ""
+
+
+def test_a_second_optimizer(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    other = nn.Linear(2, 2)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step() -> None:
+        other(torch.ones(1, 2)).sum().backward()
+        second.step()
+
+    job.after = [step]
+    told = job.said(caplog, critic=other, second=second)
+    assert "critic (Linear), second (SGD)" in told
+    assert "Checkpointer(model, [first, second])" in told
+
+
+def test_a_gradient_scaler(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+
+    def update() -> None:
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(job.optimizer)
+        scaler.update()
+
+    job.after = [update]
+    told = job.said(caplog, scaler=scaler, off=off)
+    assert "NOT CAPTURED: scaler (GradScaler)" in told
+
+
+class Unusable(nn.Module):
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("not yet")
+
+
+def test_an_object_that_cannot_be_looked_at_ends_nothing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert "were not looked at: ValueError: not yet" in job.said(
+        caplog, odd=Unusable(), lazy=nn.LazyLinear(3)
+    )
+
+
+def frames() -> Iterator[dict[str, Any]]:
+    yield variables_of(sys._getframe(1))
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.ema = "an average"
+
+    def fit(self) -> dict[str, Any]:
+        local = "a scheduler"
+        for found in frames():
+            return {**found, "same": local}
+        return {}
+
+
+def test_variables_are_those_of_the_function_with_the_loop() -> None:
+    found = Trainer().fit()
+    assert (found["local"], found["self.ema"]) == ("a scheduler", "an average")
+
+
+def test_variables_of_a_library_are_not_looked_at() -> None:
+    scope: dict[str, Any] = {"__name__": "transformers.trainer", "frames": frames}
+    exec("ema = 1\nfor found in frames(): break", scope)  # noqa: S102 - code of a module of that name
+    assert scope["found"] == {}
+
+
+def test_a_progress_bar_between() -> None:
+    scope: dict[str, Any] = {"__name__": "tqdm.std", "frames": frames}
+    exec("def bar():\n    for each in frames():\n        yield each", scope)  # noqa: S102 - the same
+    ema = "an average"
+    for found in scope["bar"]():
+        assert found["ema"] == ema
