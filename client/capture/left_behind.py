@@ -9,13 +9,14 @@ forgotten.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckptd.client import values
 from ckptd.client.capture.attribute_records import AttributeRecorder, LeftOut
@@ -27,7 +28,7 @@ logger = get_logger(__name__)
 
 # Tops at which it looks: a scheduler may count for the first time in the second step.
 _LOOKS = 4
-_KINDS = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module)
+_KINDS = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module, _BaseDataLoaderIter)
 # Between the loop and the code of the user.
 _BETWEEN = frozenset({"ckptd", "contextlib", "rich", "tqdm"})
 _LIBRARIES = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
@@ -73,7 +74,7 @@ class LeftBehind:
         tensors += [p for optimizer in optimizers for p in _params(optimizer)]
         self._tensors = frozenset(map(id, tensors))
         self._recorder = AttributeRecorder(0, everything=True, trained=self._tensors)
-        inside = {id(part) for each in captured for part in _with_parts(each)}
+        inside = self._inside = {id(part) for each in captured for part in _with_parts(each)}
         self._objects = {
             id(value): (name, value)
             for name, value in variables.items()
@@ -102,14 +103,11 @@ class LeftBehind:
             return self
         changed = [self._objects[key] for key in now if now[key] != self._first[key]]
         if changed:
-            listed = ", ".join(f"{name} ({type(value).__name__})" for name, value in changed)
-            state = ", ".join(f'"{name.removeprefix("self.")}": {name}' for name, _ in changed)
+            listed = ", ".join(f"{name} ({type(value).__name__.lstrip('_')})" for name, value in changed)
             logger.warning(
-                "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. "
-                "Pass Checkpointer(..., state={%s})%s",
+                "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. Pass %s",
                 listed,
-                state,
-                _advice(value for _, value in changed),
+                _advice(changed),
             )
         return None
 
@@ -121,6 +119,9 @@ class LeftBehind:
             return any(id(p) in self._tensors for p in _params(value.optimizer))
         if isinstance(value, torch.amp.GradScaler):
             return value.is_enabled()
+        if isinstance(value, _BaseDataLoaderIter):
+            batches = value._index_sampler
+            return self._inside.isdisjoint((id(batches), id(getattr(batches, "sampler", None))))
         return self._state(value) is not None
 
     def _state(self, value: Any) -> object:
@@ -137,6 +138,8 @@ class LeftBehind:
             return len(value.state), [p._version for p in _params(value)]
         if isinstance(value, LRScheduler):
             return value.last_epoch
+        if isinstance(value, _BaseDataLoaderIter):
+            return value._num_yielded
         return values.pack(value.state_dict())
 
 
@@ -154,10 +157,16 @@ def _with_parts(value: Any) -> Iterator[Any]:
             yield from part
 
 
-def _advice(changed: Iterable[Any]) -> str:
-    kinds = {type(value) for value in changed}
-    if any(issubclass(kind, Optimizer) for kind in kinds):
-        return ", and all optimizers of the model in a list: Checkpointer(model, [first, second])"
-    if any(issubclass(kind, nn.Module) for kind in kinds):
-        return ", or, if it is large, Checkpointer(nn.ModuleDict({...}), ...) of both modules"
-    return ""
+def _advice(changed: Sequence[tuple[str, Any]]) -> str:
+    kept = [name for name, value in changed if not isinstance(value, _BaseDataLoaderIter)]
+    found = []
+    if kept:
+        state = ", ".join(f'"{name.removeprefix("self.")}": {name}' for name in kept)
+        found.append(f"Checkpointer(..., state={{{state}}})")
+    if len(kept) < len(changed):
+        found.append("the loader to ckpt.batches(loader), which gives the same batches")
+    if any(isinstance(value, Optimizer) for _, value in changed):
+        found.append("all optimizers of the model in a list: Checkpointer(model, [first, second])")
+    elif any(isinstance(value, nn.Module) for _, value in changed):
+        found.append("a large module with the model: Checkpointer(nn.ModuleDict({...}), ...)")
+    return "; ".join(found)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ckptd.client.capture.left_behind import LeftBehind, variables_of
 
@@ -55,7 +56,7 @@ def test_a_scheduler_and_an_average(job: Job, caplog: pytest.LogCaptureFixture) 
     told = job.said(caplog, ema=mean, sched=scheduler)
     assert "NOT CAPTURED: ema (Linear), sched (StepLR): it changes while it trains, and begins anew" in told
     assert 'state={"ema": ema, "sched": sched}' in told
-    assert "Checkpointer(nn.ModuleDict({...}), ...)" in told
+    assert "a large module with the model: Checkpointer(nn.ModuleDict({...}), ...)" in told
 
 
 def test_what_is_captured_is_not_named(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,6 +102,17 @@ def test_a_gradient_scaler(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.after = [update]
     told = job.said(caplog, scaler=scaler, off=off)
     assert "NOT CAPTURED: scaler (GradScaler)" in told
+
+
+def test_an_iterator_of_a_loader(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless its sampler is captured, or nothing is read from it."""
+    data = TensorDataset(torch.arange(9))
+    followed, other, still = DataLoader(data), DataLoader(data), DataLoader(data)
+    rows, more, none = iter(followed), iter(other), iter(still)
+    job.after = [lambda: next(rows), lambda: next(more)]
+    told = job.said(caplog, (followed.sampler,), rows=rows, more=more, none=none, followed=followed)
+    assert "NOT CAPTURED: more (SingleProcessDataLoaderIter): it changes" in told
+    assert "Pass the loader to ckpt.batches(loader), which gives the same batches" in told
 
 
 class Unusable(nn.Module):
