@@ -5,9 +5,10 @@ PyTorch's own places for state are parameters and buffers. Much code keeps some 
 other bits. Here the attributes that an object's own class keeps are watched; those that have changed since
 the start are in each snapshot from then on, and are restored in place.
 
-Left out, and named if a replay differs: tensors of a graph or on a device, objects, and what is large. If one
-of these was made once and stays (a cache, beside a flag that it is there), nothing of its object is captured:
-the flag without the cache would be worse than neither.
+Left out, and named if a replay differs: tensors of a graph or on a device, objects, and what is large. If
+one of these was made once and stays (a cache, beside its size), nothing of its object is captured: the size
+without the cache would be worse than neither. Nor is a flag that was set once, which often guards what must
+be done in each process.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _TRAINER_TENSOR_BYTES = 64 << 20
 # The same object at as many tops: the steps do not make it anew.
 _STAYS = 3
 _SHOWN = 5
+_SET_ONCE = "a flag that was set once, which may tell what this process has done"
 _STORES = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
 # Their classes keep no state of a run in attributes, or restore it themselves.
 _LIBRARIES = frozenset(
@@ -101,7 +103,7 @@ class _Attribute:
     @property
     def stays_out(self) -> bool:
         """True if it was made in a step, and the next steps use it. What each step makes anew is no state."""
-        made = self.last is None and self.replaced > 0 and self.why != OF_A_GRAPH
+        made = self.last is None and self.replaced > 0 and self.why not in (OF_A_GRAPH, _SET_ONCE)
         return made and (self.replaced == 1 or self.alike >= _STAYS)
 
 
@@ -276,6 +278,8 @@ class ObjectAttributes:
         attribute.alike = 1 if replaced else attribute.alike + 1
         before = attribute.last
         attribute.last, attribute.why = self._record(value, before, records)
+        if type(value) is bool and self._begun and attribute.replaced < 2:
+            attribute.last, attribute.why = None, _SET_ONCE
         if attribute.why and isinstance(value, nn.Module) and before is not None and not attribute.changed:
             logger.warning(
                 "%s changes while it trains, and no snapshot has it (%s): after a failure it begins anew, "

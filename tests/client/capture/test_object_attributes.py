@@ -181,16 +181,29 @@ def test_what_each_step_makes_anew_is_left_out_alone() -> None:
     assert "a tensor of a graph" in watched.describe()
 
 
-def test_a_flag_is_not_restored_without_its_cache() -> None:
-    model, other = net(ready=False, cache=None, calls=0), net(calls=0)
+def test_a_flag_that_is_set_once_is_of_the_process() -> None:
+    """``if not self.ready`` guards hooks, files and threads, which a new process lacks. One that changes again is state."""
+    model = net(ready=False, warm=False, calls=0)
+    watched = of_modules(model)
+    for step in range(4):
+        model.ready, model.warm, model.calls = True, step % 2 == 0, step + 1
+        found = watched.state_dict()
+    assert found[""].keys() == {"warm", "calls"}
+    assert watched.left_out() == [
+        "ready (a flag that was set once, which may tell what this process has done)"
+    ]
+
+
+def test_a_size_is_not_restored_without_its_cache() -> None:
+    model, other = net(size=0, cache=None, calls=0), net(calls=0)
     both = nn.ModuleList([model, other])
     watched = of_modules(both)
-    model.ready, model.cache, kept = True, object(), []
+    model.size, model.cache, kept = 4, object(), []
     for step in range(4):
         model.calls = other.calls = step + 1
         kept.append(watched.state_dict())
     assert [found.keys() for found in kept] == [{"1"}] * 4
-    assert "0.ready (beside cache)" in watched.left_out()
+    assert "0.size (beside cache)" in watched.left_out()
 
 
 def test_a_history_that_grows_too_long_takes_nothing_with_it() -> None:
