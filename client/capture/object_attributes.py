@@ -215,13 +215,16 @@ class ObjectAttributes:
             for a in self._changed()
             if a.last is not None and a.start is not None and a.start.tag != "m"
         }
-        wanted |= {(owner, name): v for owner, found in recorded.items() for name, v in found.items()}
-        for (owner, name), (tag, value) in wanted.items():
+        there = {(owner, name): v for owner, found in recorded.items() for name, v in found.items()}
+        for (owner, name), (tag, value) in (wanted | there).items():
             if owner in self._owners:
                 table = vars(self._owners[owner])
                 table[name] = restored(tag, value, table.get(name))
             else:
                 logger.warning("the snapshot has attribute %s of %s, which this model lacks", name, owner)
+        self._find()
+        for attribute in self._attributes:
+            attribute.replaced += (attribute.owner, attribute.name) in there  # in the life before
         self._look()
 
     # -- looking ---------------------------------------------------------------------------------

@@ -194,6 +194,19 @@ def test_a_flag_that_is_set_once_is_of_the_process() -> None:
     ]
 
 
+def test_a_flag_that_changed_in_an_earlier_life_is_state() -> None:
+    model, fresh = net(warm=False), net(warm=False)
+    watched = of_modules(model)
+    for step in range(3):
+        model.warm = step % 2 == 0
+        found = watched.state_dict()
+    assert found == {"": {"warm": ["v", True]}}
+    second = of_modules(fresh)
+    second.load_state_dict(found)
+    assert fresh.warm is True
+    assert second.state_dict() == found
+
+
 def test_a_size_is_not_restored_without_its_cache() -> None:
     model, other = net(size=0, cache=None, calls=0), net(calls=0)
     both = nn.ModuleList([model, other])
