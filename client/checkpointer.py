@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import ckptd
 from ckptd.client.capture.ddp_buckets import Buckets
-from ckptd.client.capture.left_behind import LeftBehind, variables_of
+from ckptd.client.capture.left_behind import around_loop
 from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.program import Program, this_program
 from ckptd.client.capture.recorder import Recorder
@@ -226,10 +226,8 @@ class Checkpointer:
             ReplayMismatch: a replayed step did not reproduce the recording (see ``on_mismatch``).
         """
         if not self.off:
-            captured = (*self._subject.stateful.values(), *self._batches)
-            self._loop.left_behind = LeftBehind(
-                variables_of(sys._getframe(1)), captured, self._model, self._binding.optimizers
-            )
+            kept = (*self._subject.stateful.values(), *self._batches)
+            self._loop.left_behind = around_loop(sys._getframe(1), kept, self._binding)
         while (yield from self._steps_of_this_life(total, start)):
             gc.collect()  # groups, buckets and mapped memory of the life before are in cycles
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -21,8 +21,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ckptd.client import values
 from ckptd.client.capture.attribute_records import AttributeRecorder, LeftOut
 from ckptd.client.log_lines import get_logger
+from ckptd.client.model.live_state import LiveState
 
-__all__ = ["LeftBehind", "variables_of"]
+__all__ = ["LeftBehind", "around_loop", "variables_of"]
 
 logger = get_logger(__name__)
 
@@ -32,6 +33,21 @@ _KINDS = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module, _BaseDataLoad
 # Between the loop and the code of the user.
 _BETWEEN = frozenset({"ckptd", "contextlib", "rich", "tqdm"})
 _LIBRARIES = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
+
+
+def around_loop(frame: types.FrameType, captured: Iterable[Any], binding: LiveState) -> LeftBehind | None:
+    """Looks at the variables around the loop that asks for steps in ``frame``; None if that cannot be.
+
+    Args:
+        captured: objects that snapshots have, besides model and optimizers.
+    """
+    try:
+        of_optimizers = (p for optimizer in binding.optimizers for p in _params(optimizer))
+        tensors = (*binding.params.values(), *binding.masters.values(), *binding.buffers().values())
+        return LeftBehind(variables_of(frame), captured, (*tensors, *of_optimizers))
+    except Exception as error:  # noqa: BLE001 - as below
+        _not_looked_at(error)
+        return None
 
 
 def variables_of(frame: types.FrameType | None) -> dict[str, Any]:
@@ -59,19 +75,13 @@ class LeftBehind:
 
     Args:
         variables: by name.
-        captured: objects that snapshots have, and what is inside them.
-        model, optimizers: the same.
+        captured: objects that snapshots have, with what is inside them.
+        tensors: those that snapshots have.
     """
 
     def __init__(
-        self,
-        variables: Mapping[str, Any],
-        captured: Iterable[Any],
-        model: nn.Module,
-        optimizers: Iterable[Optimizer],
+        self, variables: Mapping[str, Any], captured: Iterable[Any], tensors: Iterable[Tensor]
     ) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
-        tensors += [p for optimizer in optimizers for p in _params(optimizer)]
         self._tensors = frozenset(map(id, tensors))
         self._recorder = AttributeRecorder(0, everything=True, trained=self._tensors)
         inside = self._inside = {id(part) for each in captured for part in _with_parts(each)}
@@ -88,9 +98,7 @@ class LeftBehind:
         try:
             return self._look()
         except Exception as error:  # noqa: BLE001 - objects of the user's, which need not even be complete
-            logger.info(
-                "the variables around the loop were not looked at: %s: %s", type(error).__name__, error
-            )
+            _not_looked_at(error)
             return None
 
     def _look(self) -> LeftBehind | None:
@@ -141,6 +149,10 @@ class LeftBehind:
         if isinstance(value, _BaseDataLoaderIter):
             return value._num_yielded
         return values.pack(value.state_dict())
+
+
+def _not_looked_at(error: Exception) -> None:
+    logger.info("the variables around the loop were not looked at: %s: %s", type(error).__name__, error)
 
 
 def _params(optimizer: Any) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd.client.capture.left_behind import LeftBehind, variables_of
+from ckptd.client.capture.left_behind import LeftBehind, around_loop, variables_of
 
 
 class Job:
@@ -31,7 +32,8 @@ class Job:
 
     def said(self, caplog: pytest.LogCaptureFixture, captured: tuple[Any, ...] = (), **variables: Any) -> str:
         """What is said when these variables are around the loop."""
-        looking: LeftBehind | None = LeftBehind(variables, captured, self.model, [self.optimizer])
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        looking: LeftBehind | None = LeftBehind(variables, captured, tensors)
         for _ in range(6):
             if looking is not None:
                 looking = looking.look()
@@ -159,3 +161,11 @@ def test_a_progress_bar_between() -> None:
     ema = "an average"
     for found in scope["bar"]():
         assert found["ema"] == ema
+
+
+def test_a_model_that_hides_its_methods_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron-Core's wrapper has a list called ``buffers``."""
+    caplog.set_level("INFO")
+    odd: Any = SimpleNamespace(optimizers=[], params={}, masters={}, buffers=[])
+    assert around_loop(sys._getframe(), (), odd) is None
+    assert "were not looked at: TypeError: 'list' object is not callable" in caplog.text
