@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckptd.client import values
-from ckptd.client.capture.object_attributes import ATTRIBUTES, of_modules
+from ckptd.client.capture.object_attributes import ATTRIBUTES, ObjectAttributes, of_modules
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.data import BatchLedger
 from ckptd.client.data.ledger import BATCHES
@@ -76,6 +76,8 @@ def examine(
         stateful[BATCHES] = ledger
     if layout.attributes:
         stateful[ATTRIBUTES] = of_modules(model)
+    else:  # nor those of trainers and callbacks
+        stateful = {name: item for name, item in stateful.items() if not isinstance(item, ObjectAttributes)}
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     _check_optimizers(listed)
     binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)

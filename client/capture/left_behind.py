@@ -141,7 +141,7 @@ class LeftBehind:
                 record = self._recorder.record(value, None, first=True)
             except LeftOut:
                 return None
-            return record.key if any(True for _ in value.state_dict()) else None
+            return record.key if record.key != ([], []) else None
         if isinstance(value, Optimizer):
             return len(value.state), [p._version for p in _params(value)]
         if isinstance(value, LRScheduler):

@@ -148,9 +148,9 @@ class ObjectAttributes:
     def __init__(
         self, owners: Mapping[str, Any], *, tensors: int | None = None, trained: nn.Module | None = None
     ) -> None:
-        self._owners = {
-            name: owner for name, owner in owners.items() if not all(map(_of_library, type(owner).__mro__))
-        }
+        kinds = set(map(type, owners.values()))
+        libraries = {kind for kind in kinds if all(map(_of_library, kind.__mro__))}
+        self._owners = {name: owner for name, owner in owners.items() if type(owner) not in libraries}
         self._tables = [vars(owner) for owner in self._owners.values()]
         self._sizes: list[int] = []
         self._theirs: dict[type, frozenset[str]] = {}
@@ -336,7 +336,9 @@ def _names_of_libraries(kind: type) -> frozenset[str]:
 
 
 def _stored(code: types.CodeType) -> Iterator[str]:
-    """The attributes that the code sets or deletes. (`dis` takes fifty times as long, in each start.)"""
+    """The attributes that the code sets or deletes. `dis` takes eight times as long: 53 ms for the classes of
+    transformers' Trainer, in each start.
+    """
     raw, extended = code.co_code, 0
     for at in range(0, len(raw), 2):
         operation, argument = raw[at], raw[at + 1] | extended

@@ -42,7 +42,7 @@ from ckptd.client.capture.comparison import (
     same_bits,
     scalar_differences,
 )
-from ckptd.client.capture.object_attributes import ATTRIBUTES
+from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.data.ledger import BATCHES
@@ -252,7 +252,8 @@ class Replay(ReplayProgress):
                 self._binding.masters[name].grad = None
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
-            if name in scalars["state"] or name not in (BATCHES, ATTRIBUTES):  # absent in older snapshots
+            newer = name == BATCHES or isinstance(item, ObjectAttributes)  # absent in older snapshots
+            if name in scalars["state"] or not newer:
                 item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ckptd.client import Checkpointer, DaemonOptions, PartialOptions, RecoveryOptions, SnapshotOptions
 from ckptd.client.capture.live_tensors import CopySplit
+from ckptd.client.capture.object_attributes import of_trainer
 from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
@@ -233,6 +234,13 @@ class TestOff:
 # -- on ------------------------------------------------------------------------------------------
 
 
+class History:
+    """A callback."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+
 class Counting(MoE):
     calls = 0
 
@@ -246,12 +254,28 @@ class Counting(MoE):
 def test_attributes_that_change_are_captured_unless_it_is_turned_off(
     make: Callable[..., Checkpointer], attributes: bool
 ) -> None:
-    model = Counting()
+    model, history = Counting(), History()
     optimizer = AdamW(model.parameters())
-    ckpt = make(model, optimizer, attributes=attributes)
+    optimizer.register_step_post_hook(lambda *_: history.steps.append(len(history.steps)))
+    ckpt = make(model, optimizer, {"callbacks": of_trainer([history], model)}, attributes=attributes)
     train(ckpt, model, optimizer, 5)
-    assert model.calls == 5
+    assert (model.calls, history.steps) == (5, [0, 1, 2, 3, 4])
     assert ("attributes captured: calls" in ckpt.describe()) == attributes
+    assert ("attributes captured: History.steps" in ckpt.describe()) == attributes
+
+
+def test_snapshots_without_attributes_are_resumed_from(make: Callable[..., Checkpointer]) -> None:
+    """Those of earlier releases have none, of modules or of a library's callbacks."""
+    model = MoE()
+    optimizer = AdamW(model.parameters())
+    first = make(model, optimizer, attributes=False)
+    train(first, model, optimizer, 5)
+    first.close()
+    fresh, history = MoE(), History()
+    again = AdamW(fresh.parameters())
+    second = make(fresh, again, {"callbacks": of_trainer([history], fresh)})
+    assert second.resumed_from is not None
+    assert train(second, fresh, again, 7)[-1] == 6
 
 
 class TestOn:

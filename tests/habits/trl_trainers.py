@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import random
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ckptd.client import RunOptions
 from ckptd.client.frameworks.huggingface import CkptdCallback
 from ckptd.client.rng_state import capture_rng
-from tests.e2e.patience import let_memory_come, let_them_come
+from tests.e2e.trainer_job import Killer
 
 WORDS, STEPS = 60, 12
 # Named by what the trainer keeps beside the model.
@@ -37,21 +35,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5},
     ),
 }
-
-
-class Killer(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, step: int, protection: CkptdCallback | None) -> None:
-        self._step, self._protection = step, protection
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        ckpt = self._protection.checkpointer if self._protection is not None else None
-        if state.global_step < self._step and ckpt is not None:
-            let_memory_come(ckpt)
-            let_them_come(ckpt)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tokenizer() -> Any:
