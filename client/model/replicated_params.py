@@ -53,7 +53,7 @@ logger = get_logger(__name__)
 EVERY_RANK = -1
 # Elements: a few hundred MiB at most are needed for a moment, whatever the size of a parameter.
 _SUMMED_AT_ONCE = 16 << 20
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -362,20 +362,36 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
 def _sums(data: Tensor) -> list[Tensor]:
     """One number for each part of a tensor, at least two: so an exchange of parts is noticed.
 
-    A sum of integers widens its input to 64 bits first, and a non-contiguous tensor is copied: with
-    parts, that is little.
+    A non-contiguous tensor is copied: with parts, that is little.
     """
-    if data.numel() == 0:
+    count = data.numel()
+    if count == 0:
         return []
-    rows = data.reshape(1) if data.ndim == 0 else data
-    per_row = max(rows.numel() // len(rows), 1)
-    step = max(1, min(_SUMMED_AT_ONCE // per_row, -(-len(rows) // 2)))
+    parts: Sequence[Tensor] = (data,)
+    if count > _SUMMED_AT_ONCE and data.ndim > 1:
+        parts = data.split(max(_SUMMED_AT_ONCE // (count // len(data)), 1))
     found = []
-    for part in rows.split(step):
-        flat = part.contiguous().view(-1)
-        words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))
-        found += [w.sum(dtype=torch.int64) for w in words.split(_SUMMED_AT_ONCE)]
+    for part in parts:
+        for words in _words(part.contiguous().view(-1)):
+            step = min(_SUMMED_AT_ONCE, -(-len(words) // 2))
+            found += [w.sum(dtype=torch.int64) for w in words.split(step)]
     return found
+
+
+def _words(flat: Tensor) -> list[Tensor]:
+    """All bits of a flat tensor as integers of 64 bits, and those of the rest.
+
+    A sum of shorter integers widens them first, which takes sixty times as long on a CPU. Where the tensor
+    lies in its storage makes no difference to the words, because it may lie elsewhere on another rank.
+    """
+    size, count = flat.element_size(), flat.numel()
+    if flat.storage_offset() * size % _WORD_BYTES:
+        flat = flat.clone()
+    whole = count * size // _WORD_BYTES * _WORD_BYTES // size
+    if whole == count:
+        return [flat.view(torch.int64)]
+    rest = flat[whole:].view(torch.uint8)
+    return [flat[:whole].view(torch.int64), rest] if whole else [rest]
 
 
 def _numbers(sums: Sequence[Tensor]) -> list[int]:

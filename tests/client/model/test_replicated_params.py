@@ -473,6 +473,26 @@ class TestAgreeOnSharing:
         assert told(1.0) == told(1.0)
         assert told(1.0) != told(0.0)
 
+    @pytest.mark.parametrize("count", [1, 3, 8, 1001])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex128])
+    def test_a_checksum_is_of_every_bit_and_not_of_the_place_in_memory(
+        self, dtype: torch.dtype, count: int
+    ) -> None:
+        def told(values: torch.Tensor) -> dict[Replicas, str]:
+            model = nn.Module()
+            model.w = nn.Parameter(values, requires_grad=False)
+            binding = bound(model, torch.optim.SGD([torch.zeros(1)], lr=0.1))
+            return sharing_of(binding).checksums(binding)
+
+        values = torch.randint(0, 100, (count,)).to(dtype)
+        elsewhere = torch.cat([values[:1], values])[1:]
+        assert elsewhere.storage_offset() == 1
+        assert told(elsewhere) == told(values)
+        for byte in (0, -1):
+            flipped = values.clone()
+            flipped.view(torch.uint8)[byte] ^= 1
+            assert told(flipped) != told(values)
+
     def test_optimizer_state_that_is_made_of_other_tensors_has_a_checksum(self) -> None:
         """torchao's 8-bit moments answer to no operation but their own: with DDP no snapshot was
         ever taken, after three errors in the log.
