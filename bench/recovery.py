@@ -5,6 +5,9 @@ on the other working host. Again and again the host of the last rank is destroye
 torchrun notices, the spare takes its place, brings the rank's snapshots from the surviving peer,
 and replays. The destroyed host returns as the next spare.
 
+Two variants in one run: `plain` under torchrun alone, and `hosted` with `ckptd.host` before the script, where
+each machine has imported ahead of its torchrun (`--warm`).
+
 The phases are those that the lost rank tells of itself on its new host (`Checkpointer.stats()`; what
 each means is in docs/operations.md). This benchmark adds the moment of the loss: the first phase,
 `process_there`, lasts from there, since the daemon of a new host knows of no failure, and contains
@@ -20,6 +23,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,6 +46,7 @@ __all__ = ["main"]
 
 NUM_RANKS = 2
 LAST = NUM_RANKS - 1
+VARIANTS = ("plain", "hosted")
 WAIT_S = 180.0
 STEP_S = 0.02
 SPARE_S = 8.0
@@ -120,14 +125,15 @@ def train(
 class Job:
     """Two working hosts and a spare with their daemons, and what the ranks have logged."""
 
-    def __init__(self, args: argparse.Namespace, cluster: Cluster, folder: Path) -> None:
-        self._cluster, self._folder = cluster, folder
+    def __init__(self, args: argparse.Namespace, cluster: Cluster, folder: Path, *, hosted: bool) -> None:
+        self._cluster, self._folder, self._hosted = cluster, folder, hosted
         settings = {"replicas": "1", "memory": f"{16 * args.state_mib + 64}MiB"}
         self._daemons = {host.name: HostDaemon(host, folder, settings=settings) for host in cluster.hosts}
         self.torchrun = TorchrunJob(
             cluster,
             [
-                *("-m", "--", "bench.recovery", "--worker", str(folder)),
+                *("-m", "--", *(("ckptd.host", "-m") if hosted else ())),
+                *("bench.recovery", "--worker", str(folder)),
                 *("--state-mib", str(args.state_mib), "--window", str(args.window)),
             ],
             nnodes=NUM_RANKS,
@@ -139,7 +145,19 @@ class Job:
         exchange_keys(self._daemons.values())
         for daemon in self._daemons.values():
             daemon.start()
+        self._warm(self._cluster.hosts)
         self.torchrun.start()
+
+    def _warm(self, hosts: Sequence[Host]) -> None:
+        """Before their torchrun starts."""
+        warming = [self.torchrun.warm(host) for host in hosts if self._hosted]
+        self.torchrun.until(
+            lambda: all(process.poll() is not None for process in warming),
+            "imports ahead of torchrun",
+            timeout_s=WAIT_S,
+        )
+        if any(process.returncode for process in warming):
+            raise RuntimeError("nothing was imported ahead")
 
     def events(self, rank: int, kind: str, *, since_s: float = 0.0) -> list[Event]:
         found = read_events(self._folder / f"{rank}.jsonl")
@@ -197,6 +215,7 @@ class Job:
         found = self._phases(lost_s, newest)
         host.boot()
         self._daemons[host.name].start()
+        self._warm([host])
         self.torchrun.join(host)
         return found
 
@@ -250,25 +269,39 @@ def main() -> None:
     if args.worker is not None:
         work(args)
         return
-    with Cluster(NUM_RANKS + 1) as cluster, scratch_folder() as scratch, ExitStack() as stack:
-        print(cluster)
-        job = Job(args, cluster, Path(scratch))
-        stack.callback(job.torchrun.stop)
-        samples = measure(args, job)
-    phases = [phase for phase in RecoveryPhase if any(phase in sample for sample in samples)]
+    samples: dict[str, list[dict[str, float]]] = {}
+    for variant in VARIANTS:
+        with Cluster(NUM_RANKS + 1) as cluster, scratch_folder() as scratch, ExitStack() as stack:
+            print(f"-- {variant}: {cluster}")
+            job = Job(args, cluster, Path(scratch), hosted=variant == "hosted")
+            stack.callback(job.torchrun.stop)
+            samples[variant] = measure(args, job)
+    columns = [sample for found in samples.values() for sample in found]
+    phases = [phase for phase in RecoveryPhase if any(phase in sample for sample in columns)]
     rows = [
-        [phase, *(f"{sample[phase]:.2f}" if phase in sample else "-" for sample in samples)]
-        for phase in phases
+        [phase, *(f"{sample[phase]:.2f}" if phase in sample else "-" for sample in columns)]
+        for phase in [*phases, "total"]
     ]
-    print("\n" + table(["phase, s", *map(str, range(1, len(samples) + 1))], rows))
-    names = {name: None for sample in samples for name in sample}
-    medians = {name: median([sample[name] for sample in samples if name in sample]) for name in names}
+    names = [f"{variant} {n + 1}" for variant, found in samples.items() for n in range(len(found))]
+    print("\n" + table(["phase, s", *names], rows))
+    medians = {
+        variant: {
+            name: median([sample[name] for sample in found if name in sample])
+            for name in {name: None for sample in found for name in sample}
+        }
+        for variant, found in samples.items()
+    }
+    plain, hosted = medians["plain"], medians["hosted"]
     metrics: dict[str, float | int | str] = {
-        "recovery_s": medians.pop("recovery"),
-        "loss_to_fresh_s": medians.pop("total"),
-        "iterations_redone": medians.pop("redone"),
-        "lives": medians.pop("lives"),
-        **{f"{name}_s": value for name, value in medians.items()},
+        "recovery_node_s": hosted["total"],
+        "recovery_node_plain_s": plain["total"],
+        "recovery_node_vs_plain": hosted["total"] / plain["total"],
+        "recovery_s": plain.pop("recovery"),
+        "loss_to_fresh_s": plain.pop("total"),
+        "iterations_redone": plain.pop("redone"),
+        "lives": plain.pop("lives"),
+        **{f"{name}_s": value for name, value in plain.items()},
+        **{f"hosted_{name}_s": hosted[name] for name in hosted if name not in ("total", "redone", "lives")},
         "state_mib": args.state_mib,
         "window": args.window,
         "network": cluster.network.kind,

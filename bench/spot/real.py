@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.spot.jobs import HOST
 from bench.spot.model import Job
@@ -204,6 +205,9 @@ class _Stage:
         saves.mkdir()
         self._hosts, self.places = cluster.hosts, Places(setting.hosts)
         self.agents = 0
+        # Hosts that import ahead, by the event with which they came: they join together.
+        self._warming: list[dict[Host, Any]] = []
+        self._warms = "ckptd.host" in strategy.program
         self._daemons = _daemons(strategy, cluster, folder)
         provision_keys(daemon for daemon in self._daemons.values() if strategy.replicas)
         command = [
@@ -231,8 +235,13 @@ class _Stage:
         An agent ends if another one vanishes while they meet.
         """
         while (left := at - time.monotonic()) > 0:
+            warming = {host for hosts in self._warming for host in hosts}
+            for hosts in [h for h in self._warming if all(p.poll() is not None for p in h.values())]:
+                self._warming.remove(hosts)
+                for host in hosts:
+                    self.job.join(host)
             for host in (self._hosts[number] for number in self.places.where.values()):
-                if not self.job.alive(host):
+                if host not in warming and not self.job.alive(host):
                     self.agents += 1
                     self.job.join(host)
             self.job.check()
@@ -243,12 +252,17 @@ class _Stage:
         for host in lost:
             host.destroy()
             self.job.lost(host)
+            for hosts in self._warming:
+                hosts.pop(host, None)
         for host in came:
             if not host.up:
                 host.boot()
         daemons = [self._daemons[host.name] for host in came if host.name in self._daemons]
         with ThreadPoolExecutor(max(1, len(daemons))) as pool:
             list(pool.map(HostDaemon.start, daemons))
+        if self._warms:
+            self._warming.append({host: self.job.warm(host) for host in came})
+            return
         for host in came:
             self.job.join(host)
 

@@ -10,6 +10,7 @@ from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.host.host_options import UsageError, options_from, place_in_step
 from ckptd.host.process_control import die_as
 from ckptd.host.trainer_host import TrainerHost
+from ckptd.host.warm_start import warm_up
 
 logger = logging.getLogger("ckptd.host")
 
@@ -21,7 +22,9 @@ def main() -> int:
     try:
         os.environ.update(place_in_step(os.environ))  # for the trainers, too
         options = options_from(sys.argv[1:], os.environ)
-    except UsageError as error:
+        if options.warm:
+            return warm_up(options)
+    except (UsageError, UnusableFolder) as error:
         logger.error("%s", error)
         return 2
     command = options.script.command

@@ -16,7 +16,8 @@ __all__ = ["HostOptions", "UsageError", "options_from", "place_in_step", "place_
 
 USAGE = (
     "usage: python -m ckptd.host [--max-restarts N] [--min-ranks N | --reroute] [--no-fork] "
-    "[-m] script [arguments]"
+    "[-m] script [arguments]\n"
+    "       python -m ckptd.host --warm RANKS [--warm-for SECONDS] [-m] script [arguments]"
 )
 _MODULE = "ckptd.host"
 _PORT_MAX = (1 << 16) - 1
@@ -88,6 +89,12 @@ class HostOptions:
     may_fork: bool
     """Trainers are forked from a zygote, unless the script is no place for that."""
 
+    warm: int = 0
+    """This is no host: for so many ranks of this machine modules are imported ahead of torchrun."""
+
+    warm_s: int = 600
+    """How long what was imported waits for a host."""
+
     reroute: bool = False
     """The trainers go on without those that fail, until these are back (docs/rerouting.md)."""
 
@@ -104,6 +111,8 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
     numbers = {
         "--max-restarts": _integer(environ, "CKPTD_HOST_MAX_RESTARTS", 5),
         "--min-ranks": _integer(environ, "CKPTD_HOST_MIN_RANKS", 0),
+        "--warm": 0,
+        "--warm-for": 600,
     }
     while left and left[0].startswith("--"):
         option = left.pop(0)
@@ -153,6 +162,8 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         step_deadline_s=_step_deadline_s(environ),
         node=_node(environ),
         may_fork=may_fork,
+        warm=numbers["--warm"],
+        warm_s=numbers["--warm-for"],
         reroute=reroute,
     )
 

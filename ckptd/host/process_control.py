@@ -26,6 +26,7 @@ __all__ = [
     "has_terminal",
     "name_process",
     "outlive_parent",
+    "process_traits",
     "send",
     "spawn",
     "status_text",
@@ -95,6 +96,32 @@ def allow_descriptors(number: int) -> int:
         _descriptors_given.append((soft, hard))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def process_traits() -> dict[str, str]:
+    """What a program inherits beside its environment and files, in words: two processes with the same are
+    started under the same conditions. Limits are those before `allow_descriptors`.
+    """
+    wanted = {
+        "Umask": "the umask",
+        "Cpus_allowed": "the set of CPUs",
+        "Mems_allowed": "the set of NUMA nodes",
+    }
+    found = {"the nice value": str(os.getpriority(os.PRIO_PROCESS, 0)), "the folder": os.getcwd()}
+    with open("/proc/self/status") as status:
+        for line in status:
+            name, _, text = line.partition(":")
+            if name in wanted:
+                found[wanted[name]] = text.strip()
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as groups:  # a kernel without them
+        found["the cgroup"] = groups.read()
+    for name in dir(resource):
+        if name.startswith("RLIMIT_"):
+            limits = resource.getrlimit(number := getattr(resource, name))
+            if number == resource.RLIMIT_NOFILE and _descriptors_given:
+                limits = _descriptors_given[0]
+            found[f"the limit {name}"] = str(limits)
+    return found
 
 
 def has_terminal() -> bool:

@@ -46,7 +46,7 @@ from ckptd.host.process_control import (
 from ckptd.host.zygotes.preload import environment_set_by, names_in, read_record, write_record
 from ckptd.host.zygotes.script_main import script_file
 from ckptd.host.zygotes.zygote import WITNESSED
-from ckptd.host.zygotes.zygote_handover import waiting_name
+from ckptd.host.zygotes.zygote_handover import waiting_name, warm_name
 from ckptd.host.zygotes.zygote_link import ZygoteLink, start_zygote, take_over_zygote
 from ckptd.restart_line import (
     EPOCH_VARIABLE,
@@ -58,7 +58,7 @@ from ckptd.restart_line import (
     epoch_text,
 )
 
-__all__ = ["HOST_LOST", "TrainerHost", "record_name"]
+__all__ = ["HOST_LOST", "TrainerHost", "hosts_folder", "record_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class TrainerHost:
         self._options = options
         self._rank = options.rank  # now; nodes may have been lost
         self._life = HostLife()
-        self._folder = _hosts_folder()
+        self._folder = hosts_folder()
         self._own_session = os.getsid(0) == os.getpid() and not has_terminal()
         self._loop = HostLoop()
         self._trainer: HostProcess | None = None
@@ -504,19 +504,26 @@ class TrainerHost:
         self._loop.after(_IMPORT_S, self._zygote_hangs)
 
     def _takes_over(self) -> bool:
-        """Whether the zygote of the last start in this place serves this one, too."""
+        """Whether a zygote waits for this start: that of the last start in this place, or one that was made
+        ahead (`ckptd.host.warm_start`).
+        """
         if not (self._options.launched and self._own_session):
             return False
-        found = take_over_zygote(self._folder, waiting_name(self._options), keep=self._inherited)
-        if isinstance(found, str):
+        options = self._options
+        for name, which in (
+            (waiting_name(options), "of the last start"),
+            (warm_name(options.script, options.local_rank), "that was started ahead"),
+        ):
+            found = take_over_zygote(self._folder, name, keep=self._inherited)
+            if isinstance(found, ZygoteLink):
+                self._zygote = found
+                logger.info("rank %d: the zygote %s is used: %d modules", self._rank, which, found.modules)
+                self._loop.watch(found, self._on_zygote)
+                self._job.use(found)
+                return True
             if found:
-                logger.info("rank %d: a new zygote is needed: %s", self._rank, found)
-            return False
-        self._zygote = found
-        logger.info("rank %d: the zygote of the last start is used: %d modules", self._rank, found.modules)
-        self._loop.watch(found, self._on_zygote)
-        self._job.use(found)
-        return True
+                logger.info("rank %d: the zygote %s is not used: %s", self._rank, which, found)
+        return False
 
     def _plainly_from_now_on(self) -> None:
         logger.warning(
@@ -621,7 +628,7 @@ class TrainerHost:
             logger.warning("rank %d: %s cannot be written: %s", self._rank, self._record, error)
 
 
-def _hosts_folder() -> Path:
+def hosts_folder() -> Path:
     """A private folder: in that of the daemon, or in this user's if the daemon runs as another.
 
     Raises:

@@ -151,10 +151,24 @@ class TorchrunJob:
             *("--rdzv-id", self.run_id, "--rdzv-endpoint", endpoint, "--local-addr", host.address),
             *self._command,
         ]
-        env = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface, **self._env(host)}
         self._agents[host.name] = _Agent(
-            host, host.module(*arguments, env=env, log=log, forked=self._forked), log
+            host, host.module(*arguments, env=self._environment(host), log=log, forked=self._forked), log
         )
+
+    def warm(self, host: Host) -> subprocess.Popen[bytes] | ForkedModule:
+        """Start what imports ahead of the agent on a host, where workers are under `ckptd.host`; `join` when
+        it has ended.
+        """
+        words = self._command[self._command.index("ckptd.host") + 1 :]
+        return host.module(
+            *("ckptd.host", "--warm", self._settings["--nproc-per-node"], *words),
+            env=self._environment(host),
+            log=self._folder / f"{host.name}.warm.log",
+            forked=False,
+        )
+
+    def _environment(self, host: Host) -> dict[str, str]:
+        return {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface, **self._env(host)}
 
     def alive(self, host: Host) -> bool:
         """Whether the host's agent runs."""

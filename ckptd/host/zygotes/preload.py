@@ -30,6 +30,7 @@ __all__ = [
     "FIRST_MODULES",
     "ImportRecorder",
     "SourceFiles",
+    "belongs",
     "environment_set_by",
     "generator_marks",
     "import_ahead",
@@ -126,7 +127,7 @@ def import_ahead(names: Sequence[str], script: Script) -> list[str]:
     failed = []
     for name in names:
         root = name.partition(".")[0]
-        if name in sys.modules or _belongs(root, own) or name == script.target:
+        if name in sys.modules or belongs(root, own) or name == script.target:
             continue
         try:
             importlib.import_module(name)
@@ -135,7 +136,7 @@ def import_ahead(names: Sequence[str], script: Script) -> list[str]:
     return failed
 
 
-def _belongs(root: str, own: str) -> bool:
+def belongs(root: str, own: str) -> bool:
     """Whether a top-level module is the script's own. ckptd is not, wherever it is installed."""
     if not own or root == "ckptd":
         return False

@@ -9,8 +9,8 @@ over a socket; each request is a JSON object in one packet, with at most one des
     errand      {"do": "errand"} and a socket → {"errand": pid}, see `ckptd.host.job_store`
     signals     {"do": "signals"} → {"signals": [...]}: those that have reached the zygote since
     ended       {"do": "ended"}: the trainer's process group is no more
-    wait        {"do": "wait", "folder", "name"} and a pidfd of torchrun: the host ends, and another one may
-                take this zygote over (`ckptd.host.zygotes.zygote_handover`)
+    wait        {"do": "wait", "folder", "name", "within_s"} and a pidfd of torchrun, or none and a time: the
+                host ends, and another one may take this zygote over (`ckptd.host.zygotes.zygote_handover`)
 
 After each import the zygote says ``{"ready": true}``, or ``{"unfit": reason}`` and exits: a fork has only the
 thread that forked, and shares sockets, devices and the state of generators with its parent.
@@ -30,6 +30,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -42,7 +43,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.host.job_store import run_errand
-from ckptd.host.process_control import die_with_parent, end_group, name_process, outlive_parent
+from ckptd.host.process_control import (
+    die_with_parent,
+    end_group,
+    name_process,
+    outlive_parent,
+    process_traits,
+)
 from ckptd.host.zygotes.preload import (
     FIRST_MODULES,
     ImportRecorder,
@@ -53,6 +60,7 @@ from ckptd.host.zygotes.preload import (
     noting_reads,
     read_record,
 )
+from ckptd.host.zygotes.script_imports import Imported, import_named, imports_of_script
 from ckptd.host.zygotes.script_main import Script, run_script, set_up_path
 from ckptd.host.zygotes.zygote_handover import (
     differing_variable,
@@ -172,8 +180,12 @@ class Zygote:
         self._name = _own_name()
         name_process("ckptd-zygote")
 
-    def preload(self, names: Sequence[str]) -> None:
-        """Import these, and tell the host whether the process may be forked."""
+    def preload(self, names: Sequence[str], named: Sequence[Imported] = ()) -> None:
+        """Import these, and tell the host whether the process may be forked.
+
+        Args:
+            named: what the script's text imports, too.
+        """
         begun = time.monotonic()
         die_with_parent(self._host)  # an import may hang, and then nobody reads the socket
         with noting_reads(self._read):
@@ -181,6 +193,7 @@ class Zygote:
                 import_ahead([name for name in FIRST_MODULES if name in names], self._script)
                 self._marks = generator_marks()
             import_ahead(names, self._script)
+            import_named(named)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a fork would print it again
         self._sources.note()
@@ -232,19 +245,23 @@ class Zygote:
                     os.waitpid(self._group, 0)
                 self._group = None
             case "wait":
-                self._wait_for_successor(Path(request["folder"]), request["name"], fds[0])
+                agent, within_s = (fds[0], math.inf) if fds else (None, request["within_s"])
+                self._wait_for_successor(Path(request["folder"]), request["name"], agent, within_s)
         return False
 
-    def _wait_for_successor(self, folder: Path, name: str, agent: int) -> None:
-        """Be the zygote of another host; or end with torchrun."""
+    def _wait_for_successor(self, folder: Path, name: str, agent: int | None, within_s: float) -> None:
+        """Be the zygote of another host; or end with torchrun, or when the time is over."""
         self._control.close()
         for fd in self._kept:
             os.close(fd)
-        found = wait_for_successor(folder, name, agent)
+        found = wait_for_successor(folder, name, agent, within_s=within_s)
         if found is None:
             os._exit(0)
         self._control, self._host, self._kept = found.control, found.pid, list(found.kept)
-        if differs := differing_variable(self._environment, found.environment, self._read):
+        own = process_traits()
+        differs = differing_variable(self._environment, found.environment, self._read)
+        differs = differs or next((k for k in own if own[k] != found.traits.get(k)), "")
+        if differs:
             self._tell({"refused": differs})
             os._exit(0)
         moved = moved_environment(self._environment, os.environ, found.environment)
@@ -476,7 +493,8 @@ def main() -> None:
     )
     set_up_path(script)
     names, _ = read_record(settings["record"]) if settings["record"] else ([], "")
-    zygote.preload(names or FIRST_MODULES)
+    from_text = settings["script_imports"] and not names
+    zygote.preload(names or FIRST_MODULES, imports_of_script(script) if from_text else ())
     zygote.serve()
     run_script(script)
 

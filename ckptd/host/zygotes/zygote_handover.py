@@ -1,10 +1,10 @@
-"""A zygote between two starts by the same torchrun: it waits in the hosts' folder until the next host of its
-place takes it over, so that nothing is imported again.
+"""A zygote between two starts by the same torchrun, or ahead of the first one (`ckptd.host.warm_start`): it
+waits in the hosts' folder until the next host of its place takes it over, so that nothing is imported again.
 
 torchrun ends all hosts of a job when the members change or a host is lost, meets, and starts others on the
 same machines. A host that ends so leaves its zygote behind. The next one finds it by a name made of the
 script, the place on the machine and torchrun's process. The environment of that host must be what the
-zygote's was, but for what the launcher says of places and starts.
+zygote's was, but for what the launcher says of places and starts; so must limits, umask and CPUs.
 
 The zygote does not become a child of the next host, because no process can. So trainers are its own children,
 and it tells the host how they ended.
@@ -13,9 +13,11 @@ and it tells the host how they ended.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import socket
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from typing import Any
 
 from ckptd.host.host_links import LinkError, connect_socket, listen, peer_of
 from ckptd.host.host_options import HostOptions
+from ckptd.host.process_control import process_traits
+from ckptd.host.zygotes.script_main import Script
 
 __all__ = [
     "Successor",
@@ -33,6 +37,7 @@ __all__ = [
     "ready_of",
     "wait_for_successor",
     "waiting_name",
+    "warm_name",
 ]
 
 _PACKET_MAX = 64 << 10
@@ -40,16 +45,27 @@ _ENVIRONMENT_MAX = 4 << 20
 _ANSWER_S = 2.0
 _LOOK_S = 5.0
 # Of a launcher, about where a process is and in which start; they may change unless an import has read them.
-_OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "CKPTD_HOST_")
+_OF_LAUNCHERS = (
+    *("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "CKPTD_HOST_"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets it for its workers; it is read when a group is made
+)
 _PLACES = ("RANK", "WORLD_SIZE")
 _STANDARD = (0, 1, 2)
 
 
 def waiting_name(options: HostOptions) -> str:
     """The socket at which the zygote of this place waits; other scripts and other torchruns have others."""
-    script = options.script
+    return f"{_script_mark(options.script)}-{os.getppid()}-{options.local_rank}.sock"
+
+
+def warm_name(script: Script, local_rank: int) -> str:
+    """The socket at which a zygote waits that was started ahead of any torchrun."""
+    return f"{_script_mark(script)}-warm-{local_rank}.sock"
+
+
+def _script_mark(script: Script) -> str:
     what = json.dumps([script.flags, script.words, os.getcwd()])
-    return f"zygote-{zlib.crc32(what.encode()):08x}-{os.getppid()}-{options.local_rank}.sock"
+    return f"zygote-{zlib.crc32(what.encode()):08x}"
 
 
 def differing_variable(zygotes: Mapping[str, str], hosts: Mapping[str, str], read: set[str]) -> str:
@@ -88,12 +104,14 @@ class Successor:
         control: the connection to it.
         pid: its process.
         environment: its environment.
+        traits: its limits and the like (`process_traits`).
         kept: descriptors that trainers inherit.
     """
 
     control: socket.socket
     pid: int
     environment: dict[str, str]
+    traits: dict[str, str]
     kept: tuple[int, ...]
 
 
@@ -107,14 +125,18 @@ def ready_of(*descriptors: int, within_s: float | None = None) -> set[int]:
     return {fd for fd, _ in poll.poll(None if within_s is None else within_s * 1e3)}
 
 
-def wait_for_successor(folder: Path, name: str, agent: int) -> Successor | None:
-    """Wait, in a zygote; None if torchrun has ended, or nobody can ask: the socket is another zygote's now.
+def wait_for_successor(
+    folder: Path, name: str, agent: int | None, *, within_s: float = math.inf
+) -> Successor | None:
+    """Wait, in a zygote; None if torchrun has ended, if the time is over, or if nobody can ask: the socket is
+    another zygote's now.
 
     Its standard files are closed meanwhile, and are those of the successor afterwards.
 
     Args:
-        agent: a pidfd of torchrun.
+        agent: a pidfd of torchrun; None if there is none yet.
     """
+    until = time.monotonic() + within_s
     with open(os.devnull, "r+b") as nothing:
         for fd in _STANDARD:
             os.dup2(nothing.fileno(), fd)
@@ -126,9 +148,11 @@ def wait_for_successor(folder: Path, name: str, agent: int) -> Successor | None:
     with listener:
         found = None
         # A host that came too early for this zygote has made another one, which waits in its place now.
+        watched = [listener.fileno(), *([] if agent is None else [agent])]
         while found is None and _file_of(folder / name) == own:
-            ready = ready_of(listener.fileno(), agent, within_s=_LOOK_S)
-            if agent in ready:
+            left_s = until - time.monotonic()
+            ready = ready_of(*watched, within_s=max(0.0, min(_LOOK_S, left_s)))
+            if agent in ready or (left_s <= 0 and not ready):
                 break
             if ready:
                 found = _accepted(listener)
@@ -158,12 +182,12 @@ def _accepted(listener: socket.socket) -> Successor | None:
     if not packet or len(fds) <= len(_STANDARD):
         return None
     environment, *others = fds
-    told: dict[str, str] = json.loads(os.pread(environment, _ENVIRONMENT_MAX, 0))
+    told = json.loads(os.pread(environment, _ENVIRONMENT_MAX, 0))
     os.close(environment)
     for standard, fd in zip(_STANDARD, others, strict=False):
         os.dup2(fd, standard)
         os.close(fd)
-    return Successor(connection, pid, told, tuple(others[len(_STANDARD) :]))
+    return Successor(connection, pid, told["environment"], told["traits"], tuple(others[len(_STANDARD) :]))
 
 
 def ask_for_zygote(
@@ -181,7 +205,7 @@ def ask_for_zygote(
     if control is None:
         return None
     with open(os.memfd_create("environment"), "wb", buffering=0) as told:
-        told.write(json.dumps(dict(environment)).encode())
+        told.write(json.dumps({"environment": dict(environment), "traits": process_traits()}).encode())
         try:
             control.settimeout(_ANSWER_S)
             socket.send_fds(control, [b"take over"], [told.fileno(), *_STANDARD, *keep])

@@ -28,11 +28,13 @@ def start_zygote(
     environment: Mapping[str, str],
     own_session: bool,
     keep: Sequence[int] = (),
+    script_imports: bool = False,
 ) -> ZygoteLink:
     """Start one; it says when it is ready.
 
     Args:
         record: names of modules that it imports; None: what every trainer needs.
+        script_imports: where there is no record, it imports what the script's text says.
         keep: descriptors that trainers inherit, and programs that they start do not.
     Raises:
         OSError: no process could be made.
@@ -45,6 +47,7 @@ def start_zygote(
         "record": str(record or ""),
         "flags": script.flags,
         "keep": list(keep),
+        "script_imports": script_imports,
     }
     command = [sys.executable, *script.flags, "-m", "ckptd.host.zygotes.zygote", json.dumps(settings)]
     with theirs:
@@ -58,7 +61,7 @@ def start_zygote(
 
 
 def take_over_zygote(folder: Path, name: str, *, keep: Sequence[int] = ()) -> ZygoteLink | str:
-    """The one that a host of an earlier start has left behind for this one, or why there is none.
+    """The one that waits for this host under this name, or why there is none.
 
     Args:
         keep: as above.
@@ -69,7 +72,7 @@ def take_over_zygote(folder: Path, name: str, *, keep: Sequence[int] = ()) -> Zy
     control, answer = found
     if "taken_over" not in answer:
         control.close()
-        return f"{answer.get('refused', 'something')} differs from the last start"
+        return f"{answer.get('refused', 'something')} differs from when that was started"
     zygote = ZygoteLink(control, HostProcess(int(answer["taken_over"]), leads=True), is_child=False)
     zygote.ready, zygote.modules = True, int(answer["modules"])
     return zygote
@@ -150,13 +153,17 @@ class ZygoteLink:
         """Ask for a child that serves a `StoreErrand` at the other end of this socket."""
         self._ask({"do": "errand"}, channel)
 
-    def leave_behind(self, folder: Path, name: str, agent: int) -> None:
+    def leave_behind(
+        self, folder: Path, name: str, agent: int | None, *, within_s: float | None = None
+    ) -> None:
         """It waits for the next host that torchrun starts in this place, and ends with torchrun.
 
         Args:
-            agent: a pidfd of torchrun.
+            agent: a pidfd of torchrun; None if there is none yet.
+            within_s: without torchrun: how long.
         """
-        self._ask({"do": "wait", "folder": str(folder), "name": name}, agent)
+        fds = [] if agent is None else [agent]
+        self._ask({"do": "wait", "folder": str(folder), "name": name, "within_s": within_s}, *fds)
         self.ready = False
         self._control.close()
 

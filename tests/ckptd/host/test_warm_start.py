@@ -1,0 +1,151 @@
+"""Modules are imported ahead of torchrun, and its hosts use them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ckptd.host.warm_start import workers_environment
+from tests.ckptd.host.hosting import Hosting, children_of, gone, until
+from tests.ckptd.host.zygotes.test_zygote_handover import LAUNCHED, TRAINS, started, trainer_of, zygotes
+
+LIBRARY = "import os\nprint('imported by', os.getpid(), flush=True)\nclass Thing: pass\n"
+SCRIPT = f"from library_of_test import Thing\n{TRAINS}"
+
+
+@pytest.fixture
+def warm(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosting]:
+    """A script whose library is found, and that need not import torch; what waits is ended at the end."""
+    monkeypatch.setenv("CKPTD_TEST_OF", str(os.getpid()))
+    hosting.write("elsewhere/library_of_test.py", LIBRARY)
+    hosting.write("script/train.py", SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(hosting.folder / "elsewhere"))
+    yield hosting
+    for pid in zygotes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def environment(hosting: Hosting, **more: str) -> dict[str, str]:
+    paths = [hosting.environment()["PYTHONPATH"], str(hosting.folder / "elsewhere")]
+    return {"PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def test_the_environment_is_that_of_torchruns_workers() -> None:
+    assert workers_environment({"A": "1"}, 1) == {"A": "1"}
+    assert workers_environment({"A": "1"}, 2) == {"A": "1", "OMP_NUM_THREADS": "1"}
+    assert workers_environment({"OMP_NUM_THREADS": "4"}, 2) == {"OMP_NUM_THREADS": "4"}
+
+
+def test_hosts_use_what_was_imported_ahead(warm: Hosting) -> None:
+    """Both ranks, from the script's text alone; and the next epochs, too."""
+    done = warm.run("--warm", "2", "script/train.py", env=environment(warm))
+    assert done.returncode == 0, done.stderr
+    assert "wait 600 s for torchrun" in done.stderr
+    waiting = zygotes()
+    assert len(waiting) == 2
+    assert {int(line.split()[-1]) for line in done.stdout.splitlines()} == set(waiting)
+    for rank in ("0", "1"):
+        env = environment(warm, **LAUNCHED, OMP_NUM_THREADS="1", TORCHELASTIC_RESTART_COUNT="0")
+        with started(warm, "script/train.py", env={**env, "LOCAL_RANK": rank}) as host:
+            first, _ = trainer_of(host)
+            os.kill(first, signal.SIGKILL)
+            again, _ = trainer_of(host)
+            assert again != first
+            warm.write("stop", "")
+            out, log = host.communicate(timeout=60)
+        (warm.folder / "stop").unlink()
+        assert host.returncode == 0, log
+        assert "the zygote that was started ahead is used" in log
+        assert "imported by" not in out
+    until(lambda: zygotes() == [], "the end of the zygotes of a job that has succeeded")
+
+
+def test_what_was_imported_ahead_waits_for_a_time_only(warm: Hosting) -> None:
+    done = warm.run("--warm", "1", "--warm-for", "1", "script/train.py", env=environment(warm))
+    assert done.returncode == 0, done.stderr
+    until(lambda: zygotes() == [], "the end of a zygote for which no host has come")
+    assert list((warm.runtime / "host").glob("zygote-*.sock")) == []
+
+
+@pytest.mark.parametrize("what", ["environment", "umask", "limit"])
+def test_it_is_not_used_where_trainers_would_be_started_under_other_conditions(
+    warm: Hosting, what: str
+) -> None:
+    done = warm.run("--warm", "1", "script/train.py", env=environment(warm))
+    assert done.returncode == 0, done.stderr
+    env = environment(warm, **LAUNCHED)
+    if what == "environment":
+        env["OMP_NUM_THREADS"] = "3"
+    before = os.umask(0o077) if what == "umask" else None
+    try:
+        if what == "limit":
+            # Of the host alone: the limits of this process stay.
+            launcher = warm.write(
+                "limited.py",
+                "import os, resource, sys\n"
+                "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+                "os.execv(sys.executable, [sys.executable, '-m', 'ckptd.host', *sys.argv[1:]])\n",
+            )
+            host = warm.start(str(launcher), "script/train.py", host=False, env=env)
+        else:
+            host = warm.start("script/train.py", env=env)
+    finally:
+        if before is not None:
+            os.umask(before)
+    warm.write("stop", "")
+    _, log = host.communicate(timeout=120)
+    assert host.returncode == 0, log
+    expected = {"environment": "OMP_NUM_THREADS", "umask": "the umask", "limit": "the limit RLIMIT_CORE"}
+    assert f"is not used: {expected[what]} differs" in log
+    assert "a zygote has" in log, "of its own"
+
+
+def test_where_imports_start_threads_only_torch_is_imported_ahead(warm: Hosting) -> None:
+    warm.write(
+        "elsewhere/library_of_test.py",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "class Thing: pass\n",
+    )
+    done = warm.run("--warm", "1", "script/train.py", env=environment(warm))
+    assert done.returncode == 0, done.stderr
+    assert "only torch is imported ahead: what it imports starts threads" in done.stderr
+    (zygote,) = zygotes()
+    assert not children_of(zygote)
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (["--warm", "2000", "script/train.py"], {}, "at most 1024 ranks"),
+        (["--warm", "2"], {}, "there is no script"),
+        (["--warm", "x", "script/train.py"], {}, "--warm: unknown, or without a number"),
+        (["--warm", "2", "script/train.py"], {"LOCAL_RANK": "0"}, "LOCAL_RANK is set, as in a worker"),
+    ],
+)
+def test_bad_input_is_refused(warm: Hosting, words: list[str], env: dict[str, str], message: str) -> None:
+    done = warm.run(*words, env=environment(warm, **env))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert zygotes() == []
+
+
+def test_a_script_that_sets_the_environment_of_its_imports_is_not_imported_ahead(warm: Hosting) -> None:
+    warm.write("script/train.py", f"import os\nos.environ['A'] = '1'\nimport json\n{TRAINS}")
+    done = warm.run("--warm", "1", "script/train.py", env=environment(warm))
+    assert done.returncode == 1
+    assert "sets A and imports afterwards" in done.stderr
+    assert zygotes() == []
+
+
+def test_a_signal_ends_what_is_being_imported(warm: Hosting) -> None:
+    warm.write("elsewhere/library_of_test.py", "import time\nprint(flush=True)\ntime.sleep(600)\n")
+    with warm.start("--warm", "1", "script/train.py", env=environment(warm)) as command:
+        assert command.stdout is not None
+        command.stdout.readline()
+        (zygote,) = zygotes()
+        command.send_signal(signal.SIGTERM)
+        command.communicate(timeout=60)
+    until(lambda: gone(zygote), "the end of the zygote")
