@@ -13,6 +13,7 @@ import os
 import select
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckptd.host.host_options import HostOptions, UsageError
@@ -28,6 +29,7 @@ logger = logging.getLogger("ckptd.host")
 
 _RANKS_MAX = 1024
 _IMPORT_S = 120.0
+_FLAGS = ("-u",)  # with which torchrun starts Python
 _OF_WORKERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 
 
@@ -52,6 +54,7 @@ def warm_up(options: HostOptions) -> int:
         raise UsageError(
             f"--warm is a command of its own, before torchrun: {inside[0]} is set, as in a worker"
         )
+    options = replace(options, script=replace(options.script, flags=_FLAGS))
     folder, file = hosts_folder(), script_file(options.script)
     if set_early := environment_set_by(file):
         logger.error(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from ckptd.host.warm_start import workers_environment
 from tests.ckptd.host.hosting import Hosting, children_of, gone, until
-from tests.ckptd.host.zygotes.test_zygote_handover import LAUNCHED, TRAINS, started, trainer_of, zygotes
+from tests.ckptd.host.zygotes.test_zygote_handover import LAUNCHED, TRAINS, trainer_of, zygotes
 
 LIBRARY = "import os\nprint('imported by', os.getpid(), flush=True)\nclass Thing: pass\n"
 SCRIPT = f"from library_of_test import Thing\n{TRAINS}"
@@ -33,6 +35,16 @@ def environment(hosting: Hosting, **more: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), **more}
 
 
+@contextlib.contextmanager
+def launched(hosting: Hosting, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A host as torchrun starts it."""
+    with hosting.start("script/train.py", flags=["-u"], env=env) as host:
+        try:
+            yield host
+        finally:
+            host.kill()
+
+
 def test_the_environment_is_that_of_torchruns_workers() -> None:
     assert workers_environment({"A": "1"}, 1) == {"A": "1"}
     assert workers_environment({"A": "1"}, 2) == {"A": "1", "OMP_NUM_THREADS": "1"}
@@ -49,7 +61,7 @@ def test_hosts_use_what_was_imported_ahead(warm: Hosting) -> None:
     assert {int(line.split()[-1]) for line in done.stdout.splitlines()} == set(waiting)
     for rank in ("0", "1"):
         env = environment(warm, **LAUNCHED, OMP_NUM_THREADS="1", TORCHELASTIC_RESTART_COUNT="0")
-        with started(warm, "script/train.py", env={**env, "LOCAL_RANK": rank}) as host:
+        with launched(warm, env={**env, "LOCAL_RANK": rank}) as host:
             first, _ = trainer_of(host)
             os.kill(first, signal.SIGKILL)
             again, _ = trainer_of(host)
@@ -61,6 +73,18 @@ def test_hosts_use_what_was_imported_ahead(warm: Hosting) -> None:
         assert "the zygote that was started ahead is used" in log
         assert "imported by" not in out
     until(lambda: zygotes() == [], "the end of the zygotes of a job that has succeeded")
+
+
+def test_torchrun_starts_hosts_that_use_what_was_imported_ahead(warm: Hosting) -> None:
+    """What it passes to its workers beside the environment of the command is nothing that keeps them apart."""
+    warm.write("script/train.py", "from library_of_test import Thing\nprint('trains', flush=True)\n")
+    done = warm.run("--warm", "2", "script/train.py", env=environment(warm))
+    assert done.returncode == 0, done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    job = warm.run(*torchrun, "-m", "ckptd.host", "script/train.py", host=False, env=environment(warm))
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("the zygote that was started ahead is used") == 2, job.stderr
+    assert job.stdout.split() == ["trains", "trains"]
 
 
 def test_what_was_imported_ahead_waits_for_a_time_only(warm: Hosting) -> None:
@@ -87,11 +111,11 @@ def test_it_is_not_used_where_trainers_would_be_started_under_other_conditions(
                 "limited.py",
                 "import os, resource, sys\n"
                 "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-                "os.execv(sys.executable, [sys.executable, '-m', 'ckptd.host', *sys.argv[1:]])\n",
+                "os.execv(sys.executable, [sys.executable, '-u', '-m', 'ckptd.host', *sys.argv[1:]])\n",
             )
             host = warm.start(str(launcher), "script/train.py", host=False, env=env)
         else:
-            host = warm.start("script/train.py", env=env)
+            host = warm.start("script/train.py", flags=["-u"], env=env)
     finally:
         if before is not None:
             os.umask(before)
