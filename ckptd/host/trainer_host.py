@@ -559,23 +559,32 @@ class TrainerHost:
         elif "unfit" in answer:
             self._on_unfit(answer["unfit"])
         elif "stale" in answer:
-            self._replace_zygote(f"{answer['stale']} has changed")
+            self._replace_zygote(answer["stale"])
         elif "failed" in answer:
             self._plain_because = f"no trainer could be forked: {answer['failed']}"
             self._replace_zygote(self._plain_because)
 
     def _on_unfit(self, reason: str) -> None:
         """With everything imported it must not be forked; with torch alone it may be; else plainly."""
+        assert self._zygote is not None
         if self._everything and (self._imported or read_record(self._record)[0]):
             self._unfit, self._imported, self._looks = reason, 0, []
             self._save_record([])
             self._everything = False
         else:
             self._plain_because = reason
-        self._replace_zygote(reason)
+        if self._zygote.is_child:
+            self._replace_zygote(reason)
+            return
+        # Its trainer lives as long as it does. Asked for the next one, it says that it is stale.
+        self._loop.cancel(self._zygote_hangs)
+        self._zygote.ready = True
 
     def _zygote_hangs(self) -> None:
         self._everything, self._looks = False, []
+        if self._zygote is not None and not self._zygote.is_child:
+            send(self._zygote.process, signal.SIGKILL)  # and so its trainer; then its socket is at its end
+            return
         self._replace_zygote(f"it has imported for {_IMPORT_S:g} s")
 
     def _replace_zygote(self, reason: str) -> None:
@@ -601,7 +610,7 @@ class TrainerHost:
         if self._looks:
             self._loop.after(self._looks[0], self._look_at_imports)
         size = os.fstat(self._imports).st_size
-        imports = self._zygote is not None and self._zygote.ready and self._zygote.is_child
+        imports = self._zygote is not None and self._zygote.ready
         if size > self._imported and imports and not self._unfit:
             assert self._zygote is not None
             self._imported = size

@@ -28,6 +28,7 @@ from ckptd.private_files import replace_private_file
 
 __all__ = [
     "FIRST_MODULES",
+    "TRAINING_MODULES",
     "ImportRecorder",
     "SourceFiles",
     "belongs",
@@ -42,6 +43,8 @@ __all__ = [
 
 # What every trainer needs, where no script has told more yet.
 FIRST_MODULES = ("torch", "torch.distributed", "numpy", "numpy.random")
+# What trainers with an optimizer of torch need: its constructor imports this, with sympy.
+TRAINING_MODULES = (*FIRST_MODULES, "torch._dynamo")
 _NAMES_MAX = 20_000
 _RECORD_BYTES_MAX = 4 << 20
 _PENDING_MAX = 256

@@ -13,7 +13,8 @@ over a socket; each request is a JSON object in one packet, with at most one des
                 host ends, and another one may take this zygote over (`ckptd.host.zygotes.zygote_handover`)
 
 After each import the zygote says ``{"ready": true}``, or ``{"unfit": reason}`` and exits: a fork has only the
-thread that forked, and shares sockets, devices and the state of generators with its parent.
+thread that forked, and shares sockets, devices and the state of generators with its parent. (One that was
+taken over stays, as the parent of its trainer, and forks no further one.)
 
 A trainer is forked twice, so that its parent is the host, which waits for it. It begins when the zygote lets
 it, and by then the zygote knows that the intermediate process is gone: only then may the trainer ask for a
@@ -38,7 +39,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from ckptd.host.process_control import (
 )
 from ckptd.host.zygotes.preload import (
     FIRST_MODULES,
+    TRAINING_MODULES,
     ImportRecorder,
     SourceFiles,
     generator_marks,
@@ -90,15 +92,16 @@ _STORES_KEPT = 3  # of the epoch before, of this one, of the next one
 _HARMLESS_DEVICES = {"/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"}
 
 
-def unfit_because(given: frozenset[int]) -> str:
+def unfit_because(given: frozenset[int], own: Collection[int] = ()) -> str:
     """Why this process must not be forked, or "".
 
     Args:
-        given: descriptors that it had before it imported anything.
+        given: descriptors that it had before it imported anything, or got from us since.
+        own: children that no import has started.
     """
     if threads := _threads_after_a_fork():
         return f"what it imports starts threads ({threads})"
-    if children := _children():
+    if children := len(_children() - {*own}):
         return f"what it imports starts processes ({children})"
     for fd in _open_descriptors() - given:
         if what := _not_to_be_shared(fd):
@@ -119,13 +122,13 @@ def _threads_after_a_fork() -> int:
     return len(os.listdir("/proc/self/task")) - 1
 
 
-def _children() -> int:
-    """How many there are; 0 if the kernel does not tell."""
+def _children() -> set[int]:
+    """Those of this process; none if the kernel does not tell."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return len(file.read().split())
+            return set(map(int, file.read().split()))
     except OSError:
-        return 0
+        return set()
 
 
 def _open_descriptors() -> frozenset[int]:
@@ -169,6 +172,7 @@ class Zygote:
         self._script, self._control, self._host, self._own_session = script, control, host, own_session
         self._kept = list(keep)
         self._taken_over = False
+        self._unfit = ""  # since it was taken over
         self._children: dict[int, int] = {}  # after a takeover: their pidfds
         self._environment = dict(os.environ)  # before the imports
         self._given = _open_descriptors()
@@ -187,7 +191,8 @@ class Zygote:
             named: what the script's text imports, too.
         """
         begun = time.monotonic()
-        die_with_parent(self._host)  # an import may hang, and then nobody reads the socket
+        if not self._taken_over:
+            die_with_parent(self._host)  # an import may hang, and then nobody reads the socket
         with noting_reads(self._read):
             if not self._marks:
                 import_ahead([name for name in FIRST_MODULES if name in names], self._script)
@@ -197,12 +202,18 @@ class Zygote:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a fork would print it again
         self._sources.note()
-        reason = unfit_because(self._given)
+        # A trainer that has ended is a child until the host has heard of it.
+        own = {*self._children, *([] if self._group is None else [self._group])}
+        reason = unfit_because(self._given | {*self._children.values()}, own)
         now = generator_marks()
         if moved := [name for name, mark in self._marks.items() if now.get(name) != mark]:
             reason = (
                 reason or f"what it imports draws from the generator of {' and '.join(moved)}, or seeds it"
             )
+        if reason and self._taken_over:
+            self._unfit = reason  # a trainer would die with this process; no other is forked from it
+            self._tell({"unfit": reason})
+            return
         if reason:
             self._tell({"unfit": reason})
             os._exit(0)
@@ -269,6 +280,7 @@ class Zygote:
         os.environ.update(moved)
         self._environment = found.environment
         self._taken_over = True
+        self._given = _open_descriptors()
         self._group = None
         self._signals()  # those of the last host
         self._tell({"taken_over": os.getpid(), "modules": len(sys.modules)})
@@ -312,8 +324,9 @@ class Zygote:
         return sorted(seen)
 
     def _fork_trainer(self, environment: dict[str, str], imports: int) -> bool:
-        if changed := self._sources.changed() or self._place_changed(environment):
-            self._tell({"stale": changed})
+        changed = self._sources.changed() or self._place_changed(environment)
+        if self._unfit or changed:
+            self._tell({"stale": self._unfit or f"{changed} has changed"})
             return False
         try:
             pid = self._fork("forked", dies_with_parent=True)
@@ -494,7 +507,10 @@ def main() -> None:
     set_up_path(script)
     names, _ = read_record(settings["record"]) if settings["record"] else ([], "")
     from_text = settings["script_imports"] and not names
-    zygote.preload(names or FIRST_MODULES, imports_of_script(script) if from_text else ())
+    if from_text:
+        zygote.preload(TRAINING_MODULES, imports_of_script(script))
+    else:
+        zygote.preload(names or FIRST_MODULES)
     zygote.serve()
     run_script(script)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,7 @@ def warm(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosting]
     monkeypatch.setenv("CKPTD_TEST_OF", str(os.getpid()))
     hosting.write("elsewhere/library_of_test.py", LIBRARY)
     hosting.write("script/train.py", SCRIPT)
+    known(hosting)
     monkeypatch.setenv("PYTHONPATH", str(hosting.folder / "elsewhere"))
     yield hosting
     for pid in zygotes():
@@ -33,6 +35,11 @@ def warm(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosting]
 def environment(hosting: Hosting, **more: str) -> dict[str, str]:
     paths = [hosting.environment()["PYTHONPATH"], str(hosting.folder / "elsewhere")]
     return {"PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def known(hosting: Hosting) -> None:
+    """As if a trainer had been here, so that no torch is imported."""
+    hosting.known("script/train.py", modules=["json", "library_of_test"])
 
 
 @contextlib.contextmanager
@@ -52,7 +59,7 @@ def test_the_environment_is_that_of_torchruns_workers() -> None:
 
 
 def test_hosts_use_what_was_imported_ahead(warm: Hosting) -> None:
-    """Both ranks, from the script's text alone; and the next epochs, too."""
+    """Both ranks, and the next epochs, too."""
     done = warm.run("--warm", "2", "script/train.py", env=environment(warm))
     assert done.returncode == 0, done.stderr
     assert "wait 600 s for torchrun" in done.stderr
@@ -75,8 +82,73 @@ def test_hosts_use_what_was_imported_ahead(warm: Hosting) -> None:
     until(lambda: zygotes() == [], "the end of the zygotes of a job that has succeeded")
 
 
+LATE = """
+import os, sys, time
+print(os.getpid(), os.environ["RANK"], "late_of_test" in sys.modules, flush=True)
+import late_of_test, colorsys  # a name is recorded when the next one is looked for
+while not os.path.exists("stop"):
+    time.sleep(0.01)
+"""
+
+
+def test_what_a_trainer_imports_later_is_imported_for_the_next_one(warm: Hosting) -> None:
+    """The trainer lives on meanwhile."""
+    warm.write("elsewhere/late_of_test.py", "")
+    warm.write("script/train.py", f"def main():\n{textwrap.indent(LATE, '    ')}\nmain()\n")
+    known(warm)
+    assert warm.run("--warm", "1", "script/train.py", env=environment(warm)).returncode == 0
+    (zygote,) = zygotes()
+    with launched(warm, env=environment(warm, **LAUNCHED)) as host:
+        assert host.stdout is not None
+        assert host.stderr is not None
+        first, _, was_there = host.stdout.readline().split()
+        assert was_there == "False"
+        seen: list[str] = []
+        while not any("a zygote has" in line for line in seen):
+            seen.append(host.stderr.readline())
+            assert seen[-1], seen
+        assert not gone(int(first))
+        os.kill(int(first), signal.SIGKILL)
+        assert host.stdout.readline().split()[2] == "True"
+        assert zygotes() == [zygote]
+        warm.write("stop", "")
+        log = host.communicate(timeout=60)[1]
+        assert host.returncode == 0, log
+
+
+def test_a_late_import_that_must_not_be_forked_costs_no_trainer(warm: Hosting) -> None:
+    """The zygote is its parent: it stays, and another one forks the next trainer."""
+    warm.write(
+        "elsewhere/late_of_test.py",
+        "import os, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "open('late', 'a').write(f'{os.getpid()}\\n')\n",
+    )
+    warm.write("script/train.py", f"def main():\n{textwrap.indent(LATE, '    ')}\nmain()\n")
+    known(warm)
+    assert warm.run("--warm", "1", "script/train.py", env=environment(warm)).returncode == 0
+    (zygote,) = zygotes()
+    with launched(warm, env=environment(warm, **LAUNCHED)) as host:
+        assert host.stdout is not None
+        first = int(host.stdout.readline().split()[0])
+        late = warm.folder / "late"
+        until(lambda: late.exists() and str(zygote) in late.read_text().split(), "the late import")
+        assert not gone(first)
+        os.kill(first, signal.SIGKILL)
+        again = host.stdout.readline().split()
+        assert again[2] == "False"
+        warm.write("stop", "")
+        log = host.communicate(timeout=60)[1]
+    assert host.returncode == 0, log
+    assert "a new zygote is needed: what it imports starts threads" in log
+    assert log.count("has failed") == 1
+    until(lambda: gone(zygote), "the end of a zygote whose trainer has ended")
+
+
 def test_torchrun_starts_hosts_that_use_what_was_imported_ahead(warm: Hosting) -> None:
-    """What it passes to its workers beside the environment of the command is nothing that keeps them apart."""
+    """On a machine where no trainer was: from the script's text. What torchrun passes to its workers beside the
+    environment of the command is nothing that keeps them apart.
+    """
     warm.write("script/train.py", "from library_of_test import Thing\nprint('trains', flush=True)\n")
     done = warm.run("--warm", "2", "script/train.py", env=environment(warm))
     assert done.returncode == 0, done.stderr
