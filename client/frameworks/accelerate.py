@@ -23,7 +23,11 @@ from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywor
 
 __all__ = ["checkpointer"]
 
-_REFUSED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+_REFUSED = {
+    "DEEPSPEED": "this integration cannot see what its engine keeps; pass the prepared model, which is the engine, to "
+    "ckptd.client.frameworks.deepspeed.checkpointer",
+    "MEGATRON_LM": "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or DDP",
+}
 
 
 def checkpointer(
@@ -75,12 +79,9 @@ class _Counts:
 
 def _check(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
-    keeper = _REFUSED.get(kind.name)
-    if keeper is not None:
-        raise ValueError(
-            f"ckptd cannot capture training with {kind.value}: hooks cannot see the weights and optimizer "
-            f"state that {keeper} keeps; use FSDP2 or DDP"
-        )
+    why = _REFUSED.get(kind.name)
+    if why is not None:
+        raise ValueError(f"ckptd cannot capture training with {kind.value} here: {why}")
     plugin = accelerator.state.fsdp_plugin if kind == DistributedType.FSDP else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(

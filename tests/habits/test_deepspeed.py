@@ -1,0 +1,108 @@
+"""DeepSpeed's engine through SIGKILL: every bit of each rank's weights, parts of fp32 weights, moments, counters."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.e2e.compare import differences
+from tests.e2e.harness import DaemonProcess
+from tests.e2e.lives import Life, Parent, Run, resumed_at
+from tests.long import long
+from tests.ports import free_ports
+
+KILL_AT = 9
+pytestmark = [
+    long,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None, reason="deepspeed is not installed: make campaign-habits installs it"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[Parent]:
+    with Parent("tests.habits.deepspeed_jobs", ends_with_one=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--stage", "0"),
+        ("--stage", "0", "--precision", "fp32"),
+        ("--stage", "1"),
+        ("--stage", "1", "--one-group"),
+        ("--stage", "1", "--precision", "fp32"),
+        ("--stage", "2"),
+        ("--stage", "2", "--precision", "fp32", "--one-group"),
+    ],
+    ids=" ".join,
+)
+def test_resumes_at_the_exact_bits(
+    parent: Parent, tmp_path: Path, daemon: DaemonProcess, options: tuple[str, ...]
+) -> None:
+    """The seed of the second life is another one: whatever was not restored shows."""
+    name, ports = uuid.uuid4().hex[:8], free_ports(3)
+    ends = [[("--rank", str(rank), "--port", str(port), *options) for rank in (0, 1)] for port in ports]
+    plain = [Life(tmp_path / f"plain{rank}.pt", *end) for rank, end in enumerate(ends[0])]
+    runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
+    killed = [runs[0].life(*ends[1][0]), runs[1].life(*ends[1][1], "--kill-at", str(KILL_AT))]
+    resumed = [run.life(*end, "--seed", "9") for run, end in zip(runs, ends[2], strict=True)]
+    codes = parent.live([plain, killed, resumed])
+    told = "\n".join(life.log for life in (*plain, *killed, *resumed))
+    assert codes[0] == [0, 0], told
+    assert codes[1][1] == -signal.SIGKILL, told
+    assert codes[2] == [0, 0], told
+    for reference, life in zip(plain, resumed, strict=True):
+        assert 0 < resumed_at(life.log) <= KILL_AT, life.log
+        assert differences(reference.out, life.out) == [], life.log
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"stage": 3}, "ZeRO stage 3"),
+        ({"offload": True}, "offload_optimizer"),
+        ({"ranks": 4}, "2 ranks, of which 4 are data-parallel"),
+    ],
+)
+def test_what_hooks_cannot_see_is_refused(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, int], message: str
+) -> None:
+    from ckptd.client.frameworks import deepspeed
+
+    class Engine:
+        """In place of one, which needs a process group to be made."""
+
+        dp_world_size = engine.get("ranks", 2)
+
+        def zero_optimization_stage(self) -> int:
+            return engine.get("stage", 1)
+
+        def zero_cpu_offload(self) -> bool:
+            return bool(engine.get("offload", False))
+
+        def zero_offload_param(self) -> None:
+            return None
+
+        def random_ltd_enabled(self) -> bool:
+            return False
+
+    monkeypatch.setattr(deepspeed, "DeepSpeedEngine", Engine)
+    monkeypatch.setattr(deepspeed, "dist", SimpleNamespace(get_world_size=lambda: 2))
+    with pytest.raises(ValueError, match=message):
+        deepspeed.checkpointer(Engine())
+
+
+def test_another_object_is_refused() -> None:
+    from ckptd.client.frameworks import deepspeed
+
+    with pytest.raises(ValueError, match="engine= is a object: pass what deepspeed"):
+        deepspeed.checkpointer(object())
