@@ -10,6 +10,7 @@ left alone if somebody dies meanwhile.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ logger = get_logger(__name__)
 
 _LOOK_S = 0.005
 _LOOK_SLOWLY_S = 0.05
+_OWN_REFERENCES = 2  # of a local variable, and of the call that counts them
 # For how long the reason of an error may be unknown. On another machine it is known after
 # CKPTD_HOST_SILENCE_S.
 _REASON_S = 20.0
@@ -264,6 +266,7 @@ class EpochSeat:
             if news is not None:
                 logger.info("rank %d: epoch %d", self.rank, self.line.epoch)
                 _, self.absent = epoch_and_absent(os.environ[EPOCH_VARIABLE])
+                _let_go(self.group.group)
                 self.group = EpochGroup(self.rank)
             if self.rank in self.absent:  # the others do not know yet that this worker is back
                 news = self.line.next_epoch()
@@ -298,6 +301,23 @@ def meet(line: EpochLine, rank: int, present: Sequence[int], timeout_s: float) -
     assert meeting.found is not None
     line.use(meeting.found.links, meeting.found.call)
     return meeting.found
+
+
+def _let_go(group: Any) -> None:
+    """Have a group destroyed in a thread, once nobody uses it any more.
+
+    It waits for its own threads, and one of them may be in a call that goes on (`_STUCK_S`): seen in the
+    exchange that begins an iteration, on whose result nobody waits yet.
+    """
+    start_loud(_destroy_alone, [group], name="ckptd-let-go")
+
+
+def _destroy_alone(only: list[Any]) -> None:
+    group = only.pop()
+    while sys.getrefcount(group) > _OWN_REFERENCES:
+        with waiting():
+            time.sleep(_LOOK_SLOWLY_S)
+    del group
 
 
 class _Meeting:

@@ -150,3 +150,22 @@ def _place(monkeypatch: pytest.MonkeyPatch) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
     }.items():
         monkeypatch.setenv(name, text)
+
+
+def test_a_group_that_cannot_be_destroyed_holds_up_nobody() -> None:
+    """A call in it may go on until its timeout, though its connections were cut."""
+
+    class Group:
+        def __del__(self) -> None:
+            destroyed.append(threading.current_thread().name)
+            goes_on.wait(60)
+
+    destroyed, goes_on = list[str](), threading.Event()
+    group = Group()
+    epoch_group._let_go(group)
+    time.sleep(0.1)
+    assert not destroyed, "somebody uses it"
+    del group
+    until(lambda: destroyed, "its end")
+    goes_on.set()
+    assert destroyed == ["ckptd-let-go"]
