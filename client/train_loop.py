@@ -193,6 +193,39 @@ class LoopSide:
         logger.warning("%s", text)
         memory.session.notice("info", "restored", text)
 
+    def go_on(self, found: Resumption, step: int) -> None:
+        """The live state is whole, and at least as new as the snapshots: these are not loaded.
+
+        Args:
+            step: whose top comes next.
+        """
+        recorder, memory = self.recorder, self._memory
+        assert recorder is not None
+        assert memory is not None
+        for segment in memory.table.segments:
+            self._engine.register(segment.memory, segment.regions())
+        ordinal = found.plan.ordinal_of(found.phase)
+        recorder.resume(found.plan, last=found.replay.end, ordinal=ordinal, sharing=found.sharing)
+        self._follow(found)
+        recorder.scalars.go_by(found.replay.newest_scalars["program"])
+        recorder.break_chain()  # no replay leads from what was recorded to the live state
+        self.step = step
+        text = (
+            f"{memory.identity}: snapshots go on at iteration {step}; the newest of all ranks is "
+            f"{found.replay.end}: {found.reason}"
+        )
+        logger.info("%s", text)
+        memory.session.notice("info", "went_on", text)
+
+    def _follow(self, found: Resumption) -> None:
+        """Snapshots go on as the newest one says."""
+        scalars, plan = found.replay.newest_scalars, found.plan
+        plan.use_phases(scalars["phases"])
+        plan.use_interval(scalars.get("every", plan.every))  # absent in what 0.4 recorded
+        if self.recorder is not None:
+            ordinal = plan.ordinal_of(found.phase)
+            self.recorder.go_on(found.replay.end, ordinal, scalars.get("stride", 1))
+
     def _note_losses(self, recorder: Recorder, replay: Replay, plan: SnapshotPlan) -> str:
         """For the log: what this recovery loses; a collective call."""
         losses, scope = recorder.scalars.losses, plan.scope
@@ -339,12 +372,7 @@ class LoopSide:
         if found is not None:
             # Only now is the newest snapshot certain to be here: it may have come from another node
             # meanwhile.
-            scalars, plan = replay.newest_scalars, found.plan
-            plan.use_phases(scalars["phases"])
-            plan.use_interval(scalars.get("every", plan.every))  # absent in what 0.4 recorded
-            if recorder is not None:
-                ordinal = plan.ordinal_of(found.phase)
-                recorder.go_on(replay.end, ordinal, scalars.get("stride", 1))
+            self._follow(found)
         self._counter.enabled = True
         if replay.compared and not replay.mismatches:
             self._rehearse_from = replay.end + _STEPS_BEFORE_REHEARSAL

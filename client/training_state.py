@@ -115,7 +115,7 @@ def examine(
         if n.startswith("extra/")
     ]
     sharing = ReplicatedParams()
-    if identity.world_size > 1 and _has_process_group():
+    if identity.world_size > 1 and _has_process_group() and dist.get_world_size() > 1:
         sharing = ReplicatedParams(find_replicas(binding, layout.replicated, identity.rank))
     return TrainingState(binding, stateful, identity, freezing, operators, sharing)
 

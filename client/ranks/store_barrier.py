@@ -36,6 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.job_link import job_link
 from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.errors import DaemonUnavailable
 
@@ -57,7 +58,10 @@ STORE_ANSWER_S = 30.0
 
 
 def job_store() -> Any:
-    """The store by which the process group of this job was made."""
+    """The store by which the ranks of this job have met: that of its process group, as a rule."""
+    link = job_link()
+    if link is not None:
+        return link.store
     return dist.distributed_c10d._get_default_store()
 
 

@@ -155,6 +155,7 @@ def recover_global(
     *,
     verify_iterations: int = 0,
     seen: RunView | None = None,
+    whole: bool = False,
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
@@ -168,6 +169,7 @@ def recover_global(
         verify_iterations: how many iterations more than necessary may be replayed, to compare what
             is loaded; the same on all ranks.
         seen: an inventory that is as good as a new one, on all ranks or on none.
+        whole: all ranks have a live state that is not older than any snapshot: beginning anew loses nothing.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
         AttachRefused: there is no memory for what must be fetched, or the run was recovered again
@@ -177,7 +179,7 @@ def recover_global(
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
     """
-    procedure = _GlobalStart(memory, ranks, at, verify_iterations, seen)
+    procedure = _GlobalStart(memory, ranks, at, verify_iterations, seen, whole)
     agreed = agree_on_plan(ranks, procedure)
     if agreed is None:
         # Every rank comes here. Starting over would free what the others hold safely.
@@ -225,8 +227,10 @@ class _GlobalStart:
         at: int | None,
         verify_iterations: int,
         seen: RunView | None,
+        whole: bool,
     ) -> None:
         self._memory, self._ranks, self._at, self._seen = memory, ranks, at, seen
+        self._whole = whole
         self._verify_iterations = verify_iterations
         self._storage = self._patient = self._recoverable_before = False
         self.tried = 0
@@ -280,6 +284,8 @@ class _GlobalStart:
 
     def _check_new_run(self, plan: NoRecovery, view: RunView) -> None:
         """Raise if the run must not begin anew."""
+        if self._whole:
+            return
         if self._at is not None:
             raise ValueError(f"resume_at={self._at}: {plan.reason}. Nothing was changed")
         _refuse_what_is_quarantined(self._memory, plan, view)

@@ -129,10 +129,12 @@ class Recovery:
         self._subject, self._engine, self._tape, self._options = subject, engine, tape, options
         self.freezing, self.freezing_reason = subject.freezing
 
-    def find(self, memory: RankMemory, ranks: Collectives) -> Resumption | None:
+    def find(self, memory: RankMemory, ranks: Collectives, *, whole: bool = False) -> Resumption | None:
         """The newest state that every rank can be brought back to; None to start from the
         beginning. A collective call.
 
+        Args:
+            whole: as of `recover_global`.
         Raises:
             ValueError: the iteration to go back to cannot be had.
             AttachRefused: the snapshots are of another model, or the daemon refuses; nothing was lost.
@@ -155,7 +157,7 @@ class Recovery:
         else:
             seen = begun if isinstance(begun, RunView) else None
             recovered = recover_global(
-                memory, ranks, self._at, verify_iterations=verify_iterations, seen=seen
+                memory, ranks, self._at, verify_iterations=verify_iterations, seen=seen, whole=whole
             )
             if isinstance(recovered, str):
                 if self._audit is not None:

@@ -55,6 +55,7 @@ _REASON_S = 20.0
 # torch 2.13): the call then lasts as long as its timeout.
 _STUCK_S = 5.0
 _TIMEOUT_S = 1800.0  # of connecting, and of each message, as in torch
+_LENGTH, _PAYLOAD = 2, 3  # tags of an exchange between some of the workers
 
 
 class Interrupted(Exception):
@@ -79,11 +80,13 @@ class EpochGroup:
     Attributes:
         numbers: of each rank that is there: its rank in ``group``.
         group: of gloo.
+        store: by which they have met; one for each epoch.
     """
 
     rank: int
     numbers: Mapping[int, int] = field(default_factory=dict)
     group: Any = None
+    store: Any = None
     links: RankLinks = field(default_factory=RankLinks)
     call: GroupCall = field(default_factory=GroupCall)
 
@@ -113,6 +116,30 @@ class EpochGroup:
     def receive(self, tensor: Tensor, rank: int, tag: int) -> None:
         """Wait for a tensor."""
         self.finish(self.group.recv([tensor], self.numbers[rank], tag))
+
+    def exchange(self, payload: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """The payloads of some ranks, this one among them, in their order; a collective call of these."""
+        lengths = self._swap(
+            {r: torch.tensor([len(payload)]) for r in ranks}, dict.fromkeys(ranks, 1), _LENGTH
+        )
+        mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
+        coming = {rank: int(lengths[rank]) for rank in ranks}
+        told = self._swap(
+            {r: mine for r in ranks if payload}, {r: n for r, n in coming.items() if n}, _PAYLOAD
+        )
+        return [told[rank].numpy().tobytes() if coming[rank] else b"" for rank in ranks]
+
+    def _swap(self, out: Mapping[int, Tensor], sizes: Mapping[int, int], tag: int) -> dict[int, Tensor]:
+        """Send to each rank, and receive so many elements from each; all of one type."""
+        dtype = torch.int64 if tag == _LENGTH else torch.uint8
+        into = {rank: torch.zeros(size, dtype=dtype) for rank, size in sizes.items()}
+        works = [self.group.recv([t], self.numbers[r], tag) for r, t in into.items() if r != self.rank]
+        works += [self.group.send([t], self.numbers[r], tag) for r, t in out.items() if r != self.rank]
+        for work in works:
+            self.finish(work)
+        if self.rank in into:
+            into[self.rank] = out[self.rank]
+        return into
 
 
 class EpochLine:
@@ -346,9 +373,9 @@ class _Meeting:
         self._await(store, names)
         own = self._present.index(self._rank)
         made = ProcessGroupGloo(PrefixStore("gloo", store), own, len(self._present), timeout)
-        group = EpochGroup(self._rank, {r: n for n, r in enumerate(self._present)}, made)
+        group = EpochGroup(self._rank, {r: n for n, r in enumerate(self._present)}, made, store)
         links = RankLinks.find(Collectives(lambda payload: _gathered(group, payload), rank=own))
-        return EpochGroup(self._rank, group.numbers, made, links)
+        return EpochGroup(self._rank, group.numbers, made, store, links)
 
     def _store(self, timeout: timedelta) -> Store:
         """A store of each epoch's own, as `torch.distributed` promises its callers."""

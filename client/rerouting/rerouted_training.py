@@ -11,15 +11,18 @@ dies, the host tells the others (``python -m ckptd.host --reroute``). They
 
 A worker that comes back takes the state of its stage from another pipeline, between two iterations.
 
+After ``protect`` one worker of each stage captures it (`ckptd.client.rerouting.stage_snapshots`). A stage
+without a worker, or the whole job, comes back from that.
+
 Source: SlipStream (arXiv:2405.14009), of which the abstract was available: what is here is our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ckptd.client.capture.step_state import Stateful
+from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.log_lines import get_logger
+from ckptd.client.options import DaemonOptions, RunOptions, SnapshotOptions
 from ckptd.client.pipeline.rerouted_stage import MicroBatch, ReroutedStage
 from ckptd.client.rerouting.epoch_group import OF_CALLS, EpochGroup, EpochSeat
+from ckptd.client.rerouting.stage_snapshots import StageSnapshots, checked_options
 from ckptd.client.rerouting.stage_state import StageState
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker
@@ -41,8 +47,22 @@ __all__ = ["ReroutedTraining"]
 
 logger = get_logger(__name__)
 
-_UNKNOWN = -1  # the iterations of a worker that has come back: it has no state yet
+_UNKNOWN = -1  # the iterations of a worker that has no state yet: it has come back, or the job begins
 _SIZE, _STATE = 0, 1  # tags
+
+
+class _Told(NamedTuple):
+    """What a worker says of itself at an epoch's begin.
+
+    Attributes:
+        done: iterations; `_UNKNOWN`: it has no state.
+        stepped: it has made a step in this life.
+        captured: it captured its stage in the epoch before.
+    """
+
+    done: int
+    stepped: bool
+    captured: bool
 
 
 class ReroutedTraining:
@@ -65,7 +85,7 @@ class ReroutedTraining:
         plan: of a grid with missing workers; the same on all ranks.
     Attributes:
         stage: torch's.
-        done: iterations; negative: it is back, and has no state yet.
+        done: iterations; negative: this worker has no state yet.
     Raises:
         ValueError: there is no host with ``--reroute``, the number of ranks is not that of the grid's
             workers, or as `ReroutedStage`.
@@ -101,14 +121,54 @@ class ReroutedTraining:
         self._agreed = seat.first_epoch
         self._top: dict[str, Any] | None = None  # generators
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last step: state, generators
+        self._begun, self._stepped, self._total = False, False, 0
+        self._trained = module, optimizer, state
+        self._snapshots: StageSnapshots | None = None
         self.done = 0 if seat.first_epoch == 0 else _UNKNOWN
         seat.take()
         self._line = seat.line
+
+    def protect(
+        self,
+        run: str | RunOptions | None = None,
+        *,
+        daemon: str | DaemonOptions | None = "auto",
+        snapshots: SnapshotOptions = SnapshotOptions(policy="dense"),
+    ) -> None:
+        """Take snapshots, whoever is missing; a job that is started again goes on from them.
+
+        Call it once, before ``iterations``, on all ranks with the same arguments, which are those of
+        `Checkpointer`. ``daemon=None``: do nothing.
+
+        Raises:
+            ValueError: something cannot be captured, or combined; says what to pass.
+            TypeError: an argument is of another type.
+        """
+        options = checked_options(run, daemon, snapshots)
+        if self._snapshots is not None or self._begun:
+            raise ValueError("protect() comes once, before iterations()")
+        if options is None:
+            return
+        module, optimizer, state = self._trained
+        self._snapshots = StageSnapshots(
+            module,
+            optimizer,
+            state,
+            options,
+            stage=self.stage.stage_index,
+            stages=self._grid.stages,
+        )
+        self.done = _UNKNOWN  # until all know where the snapshots end
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks whose work others do now."""
         return tuple(sorted(self._seat.absent))
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """Of this worker, while it captures its stage: for its counters."""
+        return None if self._snapshots is None else self._snapshots.checkpointer
 
     def iterations(
         self,
@@ -119,7 +179,8 @@ class ReroutedTraining:
         """Train; after each step, the iteration's number and the losses that this worker has computed.
 
         An iteration may come once more, after a loss or a return: then the later one counts, and is the
-        same. All workers leave the loop when all have done all iterations.
+        same. All workers leave the loop when all have done all iterations. With snapshots, a job that is
+        started again begins at the newest iteration of which each stage has one (`protect`).
 
         Args:
             total: iterations.
@@ -130,10 +191,25 @@ class ReroutedTraining:
         Raises:
             ElasticError: a stage has no worker left.
             RuntimeError: of gloo, if no loss of another worker explains it; the worker should end.
+            ValueError, CkptdError: of the start with snapshots, as `Checkpointer`.
         """
+        self._begun, self._total = True, total
+        try:
+            yield from self._iterations(inputs, targets)
+        finally:
+            if self._snapshots is not None:
+                self._snapshots.leave()
+
+    def _iterations(
+        self,
+        inputs: Callable[[int, int, int], tuple[Any, ...]],
+        targets: Callable[[int, int, int], Any],
+    ) -> Iterator[tuple[int, dict[MicroBatch, Tensor]]]:
         self._seat.enter(None, self._settle)
         while True:
-            if self.done == total:
+            if self.done == self._total:
+                if self._snapshots is not None:
+                    self._snapshots.finish()
                 self._line.say("finished")
                 news = self._line.next_epoch()
                 if isinstance(news, EndLoop):
@@ -154,6 +230,9 @@ class ReroutedTraining:
         inputs: Callable[[int, int, int], tuple[Any, ...]],
         targets: Callable[[int, int, int], Any],
     ) -> dict[MicroBatch, Tensor]:
+        if self._snapshots is not None:
+            self._snapshots.top(self.done)
+            self._snapshots.forward_begins()
         self._top = capture_rng()
         self._runner.begin(self.done)
         told, everyone = self._seat.group.begin_gather([self._line.heard()])
@@ -163,6 +242,7 @@ class ReroutedTraining:
         self._seat.group.finish(told)  # so all have made the step before this one
         self._agreed = max(int(newest) for newest in everyone)
         before = self._state.copy(), self._top
+        self._stepped = True
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._before, self._top = before, None
@@ -187,17 +267,56 @@ class ReroutedTraining:
     # -- from one epoch to the next ---------------------------------------------------------------
 
     def _settle(self, group: EpochGroup) -> None:
-        """All come to the same iteration's top, and those that are back get their state."""
+        """All come to the same iteration's top, and those that have no state get their stage's."""
         self._agreed = self._line.epoch
+        snapshots = self._snapshots
+        if snapshots is not None:
+            snapshots.leave()  # before another worker captures this stage
         self._runner.use(group.group, group.numbers, group.finish)
-        done = {rank: number for rank, (number,) in group.gather([self.done]).items()}
-        keepers = {rank: number for rank, number in done.items() if number != _UNKNOWN}
+        told = self._tell(group)
+        if snapshots is None:
+            self._come_to_one_top(group, told)
+            return
+        snapshots.agree_on_names(group)
+        if self._lost_stages(_with_state(told)) and not any(each.stepped for each in told.values()):
+            self._check_stages(told)
+            self._restore(group, snapshots, sorted(told))
+            self._come_to_one_top(group, self._tell(group))
+            return
+        top = self._come_to_one_top(group, told)
+        # Whoever captured before has the snapshots on its node.
+        first = [rank for rank in _with_state(told) if told[rank].captured]
+        snapshots.go_on(group, self._one_of_each_stage([*first, *_with_state(told)]), top, self._total)
+
+    def _tell(self, group: EpochGroup) -> dict[int, _Told]:
+        """What all say of themselves, by rank; a collective call."""
+        captured = self._snapshots is not None and self._snapshots.captured
+        found = group.gather([self.done, self._stepped, captured])
+        return {rank: _Told(done, bool(stepped), bool(had)) for rank, (done, stepped, had) in found.items()}
+
+    def _restore(self, group: EpochGroup, snapshots: StageSnapshots, present: Sequence[int]) -> None:
+        """Begin where the snapshots of all stages end; the other workers of each stage have no state then."""
+        self.done, self._top, self._before = _UNKNOWN, None, None
+        captors = self._one_of_each_stage(present)
+        if self.rank in captors:
+            self.done = snapshots.restore(group, captors, self._total)
+        else:
+            snapshots.captured = False
+
+    def _one_of_each_stage(self, ranks: Sequence[int]) -> list[int]:
+        """Of each stage, the first of these."""
+        stages = range(self._grid.stages)
+        return [next(rank for rank in ranks if self._worker(rank).stage == stage) for stage in stages]
+
+    def _come_to_one_top(self, group: EpochGroup, told: Mapping[int, _Told]) -> int:
+        """To that of the worker that has done the fewest iterations; returns its number."""
+        keepers = _with_state(told)
         self._check_stages(keepers)
-        top = min(keepers.values())
+        top = min(told[rank].done for rank in keepers)
         if self.done != _UNKNOWN:
             self._roll_back(top)
-        for rank in sorted(done.keys() - keepers.keys()):
-            keeper = next(k for k in sorted(keepers) if self._worker(k).stage == self._worker(rank).stage)
+        for rank in sorted(told.keys() - set(keepers)):
+            keeper = next(k for k in keepers if self._worker(k).stage == self._worker(rank).stage)
             if self.rank == keeper:
                 packed = self._state.pack()
                 group.send(torch.tensor([len(packed)]), rank, _SIZE)
@@ -206,14 +325,26 @@ class ReroutedTraining:
                 self._take_state(group, keeper)
                 self.done = top
                 logger.info("rank %d: has its state from rank %d: iteration %d", rank, keeper, top)
+        if top > self._total:
+            raise ValueError(
+                f"the snapshots of this run reach iteration {top}, beyond total={self._total}; pass run= a "
+                "new name to start over"
+            )
+        return top
 
     def _check_stages(self, keepers: Iterable[int]) -> None:
-        without = frozenset(range(self._grid.pipelines * self._grid.stages)) - set(keepers)
-        plan = replace(self._grid, failed=frozenset(map(self._worker, without)))
-        if plan.lost_stages:
-            reason = plan_reroute(plan).reason
+        if self._lost_stages(keepers):
+            reason = plan_reroute(self._grid_with(keepers)).reason
             self._line.say("recover", reason)
             raise ElasticError(reason, operation="reroute", hint="start the job again, from snapshots")
+
+    def _lost_stages(self, ranks: Iterable[int]) -> bool:
+        """Whether these leave out a stage."""
+        return bool(self._grid_with(ranks).lost_stages)
+
+    def _grid_with(self, ranks: Iterable[int]) -> PipelineGrid:
+        without = frozenset(range(self._grid.pipelines * self._grid.stages)) - set(ranks)
+        return replace(self._grid, failed=frozenset(map(self._worker, without)))
 
     def _roll_back(self, top: int) -> None:
         """To what this worker had before the step of iteration ``top``, if it has made that; and no half
@@ -235,6 +366,10 @@ class ReroutedTraining:
         packed = torch.zeros(int(size), dtype=torch.uint8)
         group.receive(packed, keeper, _STATE)
         self._state.unpack(packed)
+
+
+def _with_state(told: Mapping[int, _Told]) -> list[int]:
+    return [rank for rank, each in sorted(told.items()) if each.done != _UNKNOWN]
 
 
 def _be_in_a_group() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
+from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = ["StageState"]
 
@@ -72,19 +74,22 @@ class StageState:
             each.load_state_dict(_copied(copied["others"][name]))
 
     def pack(self) -> Tensor:
-        """The copy as bytes, uint8 ``[size]``."""
+        """The copy and this process's generators as bytes, uint8 ``[size]``."""
+        generators = bytearray(values.pack(capture_rng(), "generators"))
         file = io.BytesIO()
-        torch.save(self.copy(), file)
+        torch.save({**self.copy(), "generators": torch.frombuffer(generators, dtype=torch.uint8)}, file)
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
     def unpack(self, packed: Tensor) -> None:
-        """`restore` what another worker has packed.
+        """`restore` what another worker has packed, its generators included.
 
         Raises:
             ValueError: as `restore`.
             pickle.UnpicklingError: a ``state_dict`` has more than tensors, numbers, texts and containers.
         """
-        self.restore(torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True))
+        copied = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+        self.restore(copied)
+        restore_rng(values.unpack(copied["generators"].numpy().tobytes()))
 
     def _tensors(self) -> list[Tensor]:
         return [*self._module.parameters(), *self._module.buffers()]

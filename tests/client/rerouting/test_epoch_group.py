@@ -169,3 +169,30 @@ def test_a_group_that_cannot_be_destroyed_holds_up_nobody() -> None:
     until(lambda: destroyed, "its end")
     goes_on.set()
     assert destroyed == ["ckptd-let-go"]
+
+
+def test_some_of_those_that_are_there_exchange_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length, and while the others do something else."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, text in place.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    found: dict[int, list[list[bytes]]] = {}
+
+    def take_part(rank: int) -> None:
+        meeting = epoch_group._Meeting(rank, [0, 1, 3], 60)
+        meeting.run()
+        assert meeting.found is not None
+        if rank:
+            payloads = [b"", b"a" * 1000 * rank, b"" if rank == 1 else b"b"]
+            found[rank] = [meeting.found.exchange(payload, [3, 1]) for payload in payloads]
+        groups.append(meeting.found)
+        together.wait(60)  # nobody leaves before
+
+    together, groups = threading.Barrier(3), list[EpochGroup]()
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in (0, 1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found[1] == found[3] == [[b"", b""], [b"a" * 3000, b"a" * 1000], [b"b", b""]]

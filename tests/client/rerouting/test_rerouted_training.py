@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ckptd.client.pipeline.rerouted_stage import micro_batch_seed
+from ckptd.client.capture.step_state import Stateful
+from ckptd.client.options import SnapshotOptions
 from ckptd.client.rerouting.rerouted_training import ReroutedTraining
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts
 from ckptd.restart_line import EPOCH_VARIABLE, LINE_VARIABLE, HostEnd, inherited_line
@@ -20,12 +20,11 @@ from tests.client.rerouting.rerouted_job import (
     HOLD,
     ITERATIONS,
     MICRO_BATCHES,
-    SEED,
-    batch,
     loss_of,
     optimizer_of,
     stage_of,
 )
+from tests.client.rerouting.undisturbed import assert_equal, undisturbed
 from tests.ports import free_port
 
 VICTIM, ITS_ITERATION = 3, 3
@@ -50,10 +49,10 @@ def test_a_worker_dies_in_mid_iteration_and_comes_back(tmp_path: Path) -> None:
     assert codes == [0] * 4, [log.read_text() for log in logs]
     assert [log.read_text().count(" has failed: ") for log in logs] == [0, 0, 0, 1]
     found = [torch.load(tmp_path / f"final{rank}.pt", weights_only=False) for rank in range(4)]
-    wanted, wanted_losses = _undisturbed()
+    wanted, wanted_losses = undisturbed(ITERATIONS)
     for rank, each in enumerate(found):
-        _assert_equal(each["model"], wanted[rank % 2]["model"], f"rank {rank}: model")
-        _assert_equal(each["optimizer"], wanted[rank % 2]["optimizer"], f"rank {rank}: optimizer")
+        assert_equal(each["model"], wanted[rank % 2]["model"], f"rank {rank}: model")
+        assert_equal(each["optimizer"], wanted[rank % 2]["optimizer"], f"rank {rank}: optimizer")
     losses: dict[int, dict[tuple[int, int], float]] = {}
     for each in found:
         for iteration, some in each["losses"].items():
@@ -80,63 +79,15 @@ def _start(folder: Path, log: Path, place: Mapping[str, str]) -> subprocess.Pope
         )
 
 
-def _assert_equal(found: Any, wanted: Any, where: str) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        for key in wanted:
-            _assert_equal(found[key], wanted[key], f"{where} {key}")
-    elif isinstance(wanted, list | tuple):
-        for number, pair in enumerate(zip(found, wanted, strict=True)):
-            _assert_equal(*pair, f"{where} {number}")
-    else:
-        assert found == wanted, where
-
-
-def _undisturbed() -> tuple[list[dict[str, Any]], list[dict[tuple[int, int], float]]]:
-    """Both stages, and the losses of each iteration: by autograd alone, in one process."""
-    stages = [stage_of(0), stage_of(1)]
-    optimizers = [optimizer_of(stage) for stage in stages]
-    params = [p for stage in stages for p in stage.parameters()]
-    losses: list[dict[tuple[int, int], float]] = []
-    for iteration in range(ITERATIONS):
-        losses.append({})
-        sums = []
-        for d in range(2):
-            for m in range(MICRO_BATCHES):
-                x = data = batch(iteration, d, m)
-                for s, stage in enumerate(stages):
-                    torch.manual_seed(micro_batch_seed(SEED, iteration, d, m, s))
-                    x = stage(x)
-                loss = loss_of(x, -data)
-                loss.backward()
-                losses[-1][d, m] = float(loss.detach())
-            sums.append([p.grad.clone() for p in params if p.grad is not None])
-            for optimizer, _ in optimizers:
-                optimizer.zero_grad()
-        for p, first, second in zip(params, *sums, strict=True):
-            p.grad = (first / MICRO_BATCHES + second / MICRO_BATCHES) / 2
-        for optimizer, schedule in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    states = [
-        {"model": stage.state_dict(), "optimizer": optimizer.state_dict()}
-        for stage, (optimizer, _) in zip(stages, optimizers, strict=True)
-    ]
-    return states, losses
-
-
 # -- what is refused -------------------------------------------------------------------------------------
 
 
-def _training() -> ReroutedTraining:
+def _training(state: Mapping[str, Stateful] | None = None) -> ReroutedTraining:
     module, rows = stage_of(0), torch.zeros(3, 8)
     optimizer, _ = optimizer_of(module)
     examples = rows, rows.clone().requires_grad_()
     grid = PipelineGrid(2, (StageCosts(1, 1, 1),) * 2, MICRO_BATCHES)
-    return ReroutedTraining(module, optimizer, grid, examples=examples, loss_fn=loss_of)
+    return ReroutedTraining(module, optimizer, grid, examples=examples, loss_fn=loss_of, state=state)
 
 
 def test_a_process_without_such_a_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,20 +98,49 @@ def test_a_process_without_such_a_host_is_refused(monkeypatch: pytest.MonkeyPatc
     inherited_line.cache_clear()
 
 
-def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As started by a host, as rank 0 of 4."""
     host = HostEnd.make()
     inherited_line.cache_clear()
-    for name, text in {
-        LINE_VARIABLE: f"{host.descriptor}",
-        EPOCH_VARIABLE: "0:",
-        "RANK": "0",
-        "WORLD_SIZE": "6",
-    }.items():
+    place = {LINE_VARIABLE: f"{host.descriptor}", EPOCH_VARIABLE: "0:", "RANK": "0", "WORLD_SIZE": "4"}
+    for name, text in place.items():
         monkeypatch.setenv(name, text)
     line = inherited_line()
     assert line is not None
-    with pytest.raises(ValueError, match="2 pipelines of 2 stages are not 6 ranks"):
-        _training()
+    yield
     inherited_line.cache_clear()
     line._socket.close()
     host.close()
+
+
+def test_another_number_of_ranks_is_refused(hosted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="2 pipelines of 2 stages are not 6 ranks"):
+        _training()
+
+
+def test_snapshots_are_asked_for_once_and_before_the_loop(hosted: None) -> None:
+    training = _training()
+    training.protect(daemon=None)
+    assert training.done == 0
+    with pytest.raises(ValueError, match="pass snapshots=SnapshotOptions"):
+        training.protect("r", snapshots=SnapshotOptions())
+    training.protect("r")
+    assert (training.done, training.checkpointer) == (-1, None)
+    with pytest.raises(ValueError, match=r"protect\(\) comes once, before iterations\(\)"):
+        training.protect("r")
+
+
+def test_a_state_that_cannot_be_captured_is_refused(hosted: None) -> None:
+    training = _training({"odd": Odd()})
+    with pytest.raises(ValueError, match=r"state\['odd'\]"):
+        training.protect("r")
+
+
+class Odd:
+    def state_dict(self) -> dict[str, object]:
+        return {"thread": object()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise NotImplementedError

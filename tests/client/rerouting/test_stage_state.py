@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -86,3 +88,12 @@ def test_the_state_of_another_stage_is_refused() -> None:
     module, optimizer, _, _ = stage(5)
     with pytest.raises(ValueError, match="the state is of another stage"):
         StageState(module, optimizer).unpack(state.pack())
+
+
+def test_whoever_gets_the_state_goes_on_with_the_same_random_numbers() -> None:
+    *_, state = stage()
+    packed = state.pack()
+    wanted = torch.rand(2).tolist(), np.random.rand(), random.random()
+    torch.manual_seed(9)
+    state.unpack(packed)
+    assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == wanted
