@@ -81,12 +81,13 @@ class ReroutedHosts:
         """Wait for it.
 
         Raises:
-            RunEnded: a host failed before, or it took too long.
+            RunEnded: a host failed before, all have ended without it, or it took too long.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while not reached():
             failed = [rank for rank, host in self.hosts.items() if host.poll()]
-            if failed or time.monotonic() > deadline:
+            over = all(host.poll() == 0 for host in self.hosts.values()) and self.hosts and not reached()
+            if failed or over or time.monotonic() > deadline:
                 log = self._log(failed[0] if failed else 0)
                 tail = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
                 raise RunEnded(f"{self.name}: {what} was not reached; {log.name}: {tail}")
