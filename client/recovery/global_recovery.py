@@ -270,10 +270,12 @@ class _GlobalStart:
             try:
                 self._check_new_run(plan, view)
             except (ValueError, DaemonUnavailable, CorruptionError) as error:
-                if self._patient or not {*view.silent} - {STORE_NODE}:
+                if not self._patient and {*view.silent} - {STORE_NODE}:
+                    self._patient = True  # a node that is only slow may have what is missing
+                    raise TryAgain from error
+                if not self._whole:
                     raise
-                self._patient = True  # a node that is only slow may have what is missing
-                raise TryAgain from error
+                logger.warning("a new history begins, with the state that is live: %s", error)
             return plan
         if wanted and not verified:
             plan = replace(plan, unverified="the snapshots for it could not be had")
@@ -284,8 +286,6 @@ class _GlobalStart:
 
     def _check_new_run(self, plan: NoRecovery, view: RunView) -> None:
         """Raise if the run must not begin anew."""
-        if self._whole:
-            return
         if self._at is not None:
             raise ValueError(f"resume_at={self._at}: {plan.reason}. Nothing was changed")
         _refuse_what_is_quarantined(self._memory, plan, view)

@@ -1,8 +1,9 @@
 """As `rerouted_job`, with snapshots: `test_stage_snapshots` starts four of them, and starts them again.
 
 ``FOLDER``: where it writes. ``ENDPOINT<rank>``: of its daemon. A file ``die<rank>.<life>`` makes it kill
-itself in the middle of an iteration, one ``restore<rank>.<life>`` while it loads snapshots. Lives are
-counted from 1. ``REPLICAS``: of snapshots on other nodes. After iteration `HOLD` everybody waits for a file
+itself in the middle of an iteration, one ``restore<rank>.<life>`` while it loads snapshots, and one
+``go<rank>.<life>`` when it is about to go on with snapshots after another one's loss. Lives are counted
+from 1. ``REPLICAS``: of snapshots on other nodes. After iteration `HOLD` everybody waits for a file
 ``go_on``.
 """
 
@@ -24,8 +25,10 @@ from torch import Tensor
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.options import DaemonOptions
 from ckptd.client.recovery.replay import Replay
+from ckptd.client.recovery.start import Resumption
 from ckptd.client.rerouting.rerouted_training import ReroutedTraining
 from ckptd.client.rng_state import capture_rng
+from ckptd.client.train_loop import LoopSide
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts
 from tests.client.rerouting.rerouted_job import (
     MICRO_BATCHES,
@@ -81,6 +84,14 @@ def main() -> None:
     end = folder / f"die{rank}.{life}"
     if (folder / f"restore{rank}.{life}").exists():
         Replay.load_tensors = _die  # type: ignore[method-assign]
+    go_on = LoopSide.go_on
+
+    def may_die(loop: LoopSide, found: Resumption, step: int) -> None:
+        if (folder / f"go{rank}.{life}").exists():
+            _die()
+        go_on(loop, found, step)
+
+    LoopSide.go_on = may_die  # type: ignore[assignment, method-assign]
     # In each life its own: it has to get its state from elsewhere.
     module = stage_of(rank % 2 if life == 1 else 50 + 10 * life + rank)
     optimizer, schedule = optimizer_of(module)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,20 @@ import pytest
 import torch
 
 from ckptd.client.options import DaemonOptions, RunOptions, SnapshotOptions
-from ckptd.client.rerouting.stage_snapshots import checked_options
+from ckptd.client.rerouting.epoch_group import EpochGroup
+from ckptd.client.rerouting.stage_snapshots import StageSnapshots, checked_options
+from ckptd.client.rerouting.stage_state import StageState
 from ckptd.client.rng_state import capture_rng, restore_rng
 from tests.ckptd.host.hosting import Hosting, until
 from tests.ckptd.nodes import Net, Node
+from tests.client.rerouting.rerouted_job import batch, loss_of, optimizer_of, stage_of
 from tests.client.rerouting.snapshot_job import ITERATIONS, Drawn, begin_draws, draw
 from tests.client.rerouting.undisturbed import assert_equal, undisturbed
 from tests.ports import free_port
 
 NEW_START = 75
 DENSE = SnapshotOptions(policy="dense")
+TOTAL = 2000
 
 
 class Job:
@@ -65,10 +70,14 @@ class Job:
         for host in self.hosts:
             host.wait(60)
 
-    def kill(self, rank: int) -> None:
-        """The worker, in the middle of an iteration; `told` has nothing of it then."""
+    def kill(self, rank: int, how: str = "die") -> None:
+        """The worker, in the middle of an iteration; `told` has nothing of it then.
+
+        Args:
+            how: ``go``: when it is to go on with snapshots.
+        """
         killed = self.lives(rank)
-        (self.folder / f"die{rank}.{killed}").touch()
+        (self.folder / f"{how}{rank}.{killed}").touch()
         self._killed[rank] = killed
 
     def kill_in_next_restore(self, rank: int) -> int:
@@ -141,15 +150,16 @@ def _assert_undisturbed(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_stage_without_workers_comes_back_from_what_others_have_captured(job: Job) -> None:
-    """Whoever captures stage 0 is killed; then the other one does, also after its return. Then nobody has
-    stage 1 any more."""
+    """Whoever captures stage 0 is killed, and whoever captures stage 1 in the start that follows; then the
+    others do, also after the return of both. Then nobody has stage 1 any more."""
     job.start()
-    first, _ = job.until_captured()
+    first, second = job.until_captured()
+    job.kill(second, "go")
     job.kill(first)
     other = 2 - first
-    job.until(lambda: job.captures(other), "snapshots by the other worker of stage 0")
-    job.until(lambda: job.told(first), "its return")
-    assert job.until_captured()[0] == other
+    job.until(lambda: job.captures(other) and job.captures(4 - second), "snapshots by the others")
+    job.until(lambda: job.told(first) and job.told(second), "the return of both")
+    assert job.until_captured() == [other, 4 - second]
     reached = job.told(other)[-1]["iteration"]
     job.kill(1)
     job.kill(3)
@@ -192,6 +202,8 @@ def test_snapshots_go_on_when_the_node_is_lost_that_had_those_of_a_stage(
         job = Job(tmp_path, [node.endpoint for node in nodes], replicas)
         try:
             _lose_a_node(job, nodes)
+            began_anew = any("a new history begins" in job.log(rank).read_text() for rank in range(4))
+            assert began_anew or replicas
         finally:
             job.stop()
 
@@ -215,6 +227,96 @@ def _lose_a_node(job: Job, nodes: Sequence[Node]) -> None:
     assert job.end() == [0] * 4, [job.log(rank).read_text() for rank in range(4)]
     assert job.begun() >= reached - 5
     _assert_undisturbed(job)
+
+
+# -- one stage, in this process --------------------------------------------------------------------------
+
+
+class Worker:
+    """One of several that have the only stage."""
+
+    def __init__(self, daemon: DaemonOptions, run: str, seed: int = 0) -> None:
+        self.module = stage_of(seed)
+        self.optimizer, self.schedule = optimizer_of(self.module)
+        options = checked_options(run, daemon, DENSE)
+        assert options is not None
+        state = {"schedule": self.schedule}
+        self.snapshots = StageSnapshots(self.module, self.optimizer, state, options, stage=0, stages=1)
+        self.state = StageState(self.module, self.optimizer, state)
+        self.tops: dict[int, Any] = {}
+
+    @property
+    def captured(self) -> float:
+        assert self.snapshots.checkpointer is not None
+        return self.snapshots.checkpointer.stats()["snapshots"]
+
+    def train(self, iteration: int) -> None:
+        self.snapshots.top(iteration)
+        self.tops[iteration] = self.state.copy()
+        self.snapshots.forward_begins()
+        torch.manual_seed(iteration)
+        loss_of(self.module(batch(iteration, 0, 0)), batch(iteration, 0, 1)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+
+
+def test_another_worker_goes_on_with_its_live_state(endpoint: str, request: pytest.FixtureRequest) -> None:
+    """A third one restores what both have captured."""
+    alone, daemon, run = EpochGroup(0), DaemonOptions(endpoint=endpoint), request.node.name[:60]
+    first = Worker(daemon, run)
+    assert first.snapshots.restore(alone, [0], TOTAL) == 0
+    done = _train_until_captured(first, 0)
+    first.snapshots.leave()
+    second = Worker(daemon, run, seed=1)
+    second.state.restore(first.state.copy())
+    second.snapshots.go_on(alone, [0], done, TOTAL)
+    assert_equal(second.state.copy(), first.state.copy(), "nothing is loaded:")
+    done = _train_until_captured(second, done)
+    second.snapshots.leave()
+    third = Worker(daemon, run, seed=2)
+    assert third.snapshots.restore(alone, [0], TOTAL) == done - 1
+    assert_equal(third.state.copy(), second.tops[done - 1], "restored:")
+    third.snapshots.leave()
+
+
+def test_a_worker_that_rolls_back_does_not_capture_again_what_is_there(
+    endpoint: str, request: pytest.FixtureRequest
+) -> None:
+    alone, daemon, run = EpochGroup(0), DaemonOptions(endpoint=endpoint), request.node.name[:60]
+    worker = Worker(daemon, run)
+    worker.snapshots.restore(alone, [0], TOTAL)
+    done = _train_until_captured(worker, 0)
+    worker.snapshots.leave()
+    worker.state.restore(worker.tops[done - 2])
+    worker.snapshots.go_on(alone, [0], done - 2, TOTAL)
+    before = dict(worker.tops)
+    for iteration in (done - 2, done - 1):
+        worker.train(iteration)
+        assert worker.captured == 0
+        assert_equal(worker.tops[iteration], before[iteration], f"{iteration}:")
+    done = _train_until_captured(worker, done)
+    worker.snapshots.leave()
+
+
+def test_training_goes_on_where_snapshots_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(DaemonOptions(endpoint=f"ipc://{tmp_path}/none", timeout_s=0.1), "r")
+    worker.snapshots.go_on(EpochGroup(0), [0], 3, TOTAL)
+    assert worker.snapshots.checkpointer is None
+    assert "stage 0 is not captured until workers are lost or come back" in caplog.text
+    worker.train(3)
+    worker.snapshots.finish()
+    worker.snapshots.leave()
+
+
+def _train_until_captured(worker: Worker, begin: int) -> int:
+    """The number of iterations that are done then."""
+    for iteration in range(begin, TOTAL):
+        worker.train(iteration)
+        if worker.captured > 2:
+            return iteration + 1
+        time.sleep(0.01)  # slots are made beside training
+    raise AssertionError("no snapshots")
 
 
 # -- what is refused -------------------------------------------------------------------------------------
