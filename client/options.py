@@ -152,8 +152,9 @@ class PartialOptions:
     selection: Literal["turns", "layer", "model"] = "turns"
     """``"turns"``: experts take turns. ``"layer"``: a snapshot has those of each layer with the most tokens
     since they were in one last (MoC-System's load-aware selection). ``"model"``: the same over all layers
-    together (as MoEtion). Experts of which other ranks may hold replicas take turns. The ring has slots for
-    two windows then."""
+    together (as MoEtion). Of ranks that share an expert, its owner selects it, by its own tokens. Experts
+    of which other ranks may hold replicas that nobody has declared take turns. The ring has slots for two
+    windows then."""
 
     scope: Literal["both", "weights", "optimizer"] = "both"
     """What a snapshot holds of these experts only. ``"optimizer"``: it holds the weights of all experts,

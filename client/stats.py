@@ -51,10 +51,10 @@ class Stats:
     rank did not know in time whether there was one.
 
     Of partial snapshots: `num_experts` of the largest layer, and how many of them a durable checkpoint stores
-    (`persist_experts`; 0: all); how many of this rank's are selected by tokens at risk (`selectable_experts`;
-    the others take turns). Lost by the recovery with which the process began: the updates of this rank's
-    `lost_tokens` (each counted once for each of its experts) in `older_experts`; and `lost_tokens_share`, the
-    PLT of all recoveries of the run on all ranks.
+    (`persist_experts`; 0: all); how many of this rank's are selected by tokens at risk, here or on a rank
+    that has them, too (`selectable_experts`; the others take turns). Lost by the recovery with which the
+    process began: the updates of this rank's `lost_tokens` (each counted once for each of its experts) in
+    `older_experts`; and `lost_tokens_share`, the PLT of all recoveries of the run on all ranks.
 
     Of the boundary log: logged `log_iterations`, `log_records` and `log_bytes`; its capacity of `log_slots`
     iterations and its `log_memory_bytes`; `log_overrides` iterations overwritten that a recovery together

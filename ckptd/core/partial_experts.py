@@ -12,6 +12,7 @@ much at any of them.
 
 Experts take turns (`rotation`), or are selected by tokens at risk (`select_by_risk`): those that an expert
 was given since it was in a snapshot last. None is left out for longer than two windows, which the ring holds.
+Of ranks that hold the same experts, one selects and captures each (`share_experts`).
 
 Source: MoC-System (ASPLOS '25), sections 3 (equations 6 and 7) and 5.3; MoEtion, section 4.
 """
@@ -43,6 +44,7 @@ __all__ = [
     "rooms",
     "rotation",
     "select_by_risk",
+    "share_experts",
     "window_for",
     "window_within",
 ]
@@ -117,6 +119,7 @@ def plan_partial(
     *,
     fixed_bytes: int,
     budget_bytes: int | None,
+    whole: Sequence[tuple[int, Collection[int]]] = (),
 ) -> Schedule:
     """The schedule in which operator i is in phase ``phases[i]``.
 
@@ -125,12 +128,21 @@ def plan_partial(
             operator both sizes are those of an anchor.
         fixed_bytes: the bytes of every snapshot besides operators.
         budget_bytes: the bytes that can be copied per snapshot; None for no limit.
+        whole: numbers of ranks, and the experts that these share, so that one of them captures each whole;
+            their costs are the mean over the ranks. The sizes are those of the rank with the most.
     """
     members: list[list[int]] = [[] for _ in range(window)]
     for i, phase in enumerate(phases):
         members[phase].append(i)
-    floor = fixed_bytes + sum(cost.compute_bytes for cost in costs)
-    sizes = [floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase) for phase in members]
+    always = [float(cost.compute_bytes) for cost in costs]
+    extra = [float(cost.anchor_bytes - cost.compute_bytes) for cost in costs]
+    for ranks, experts in whole:
+        turns = Counter(phases[i] for i in experts)
+        for i in experts:
+            always[i] *= _most_of(len(experts), ranks)
+            extra[i] *= _most_of(turns[phases[i]], ranks)
+    floor = fixed_bytes + math.ceil(sum(always))
+    sizes = [floor + math.ceil(sum(extra[i] for i in phase)) for phase in members]
     peak = max(sizes)
     fits = budget_bytes is None or peak <= budget_bytes
     compared = "" if budget_bytes is None else f", {'fits' if fits else 'does not fit'} {budget_bytes:,}"
@@ -147,6 +159,11 @@ def plan_partial(
         reason=f"each expert in one of {window} snapshots: the largest has {peak:,} bytes{compared}",
         policy=PolicyKind.PARTIAL,
     )
+
+
+def _most_of(number: int, ranks: int) -> float:
+    """What the rank has to which most of ``number`` fall, in parts of the mean."""
+    return ranks * -(-number // ranks) / number
 
 
 # -- what is lost ----------------------------------------------------------------------------------
@@ -246,6 +263,43 @@ def select_by_risk(tokens: ArrayLike, ages: ArrayLike, capacities: Sequence[int]
         others = np.flatnonzero(can_wait[order] > wait)
         order = np.delete(order, others[here - needed[wait] :])
     found: list[int] = order[:here].tolist()
+    return found
+
+
+def share_experts(
+    experts: Sequence[tuple[str, int]], sizes: Sequence[int], phases: Sequence[int], ranks: Sequence[int]
+) -> list[int]:
+    """Of ranks that hold the same experts, the one that captures each.
+
+    Each rank computes the same. In each phase the ranks have as many experts as each other, up to one, so
+    their snapshots are of one size; over all phases, as many bytes as possible. Of experts of one size they
+    have as many as each other over all phases, too, up to one. The experts of a layer are spread over the
+    ranks, so that each selects among experts of all layers.
+
+    Args:
+        experts: container and index of each; equal ones are parts of one expert, and stay together.
+        sizes: the bytes of each.
+        phases: in which they have their turns.
+    """
+    members = sorted(ranks)
+    parts: dict[tuple[str, int], list[int]] = {}
+    for i, expert in enumerate(experts):
+        parts.setdefault(expert, []).append(i)
+    size = {expert: sum(sizes[i] for i in of) for expert, of in parts.items()}
+    turn = {expert: phases[of[0]] for expert, of in parts.items()}
+    in_phase, in_layer = Counter[tuple[int, int]](), Counter[tuple[int, str]]()
+    in_all = Counter[int]()
+    found = [members[0]] * len(experts)
+    for expert in sorted(parts, key=lambda each: (turn[each], -size[each], each)):
+        phase, layer = turn[expert], expert[0]
+        chosen = min(
+            members, key=lambda rank: (in_phase[rank, phase], in_all[rank], in_layer[rank, layer], rank)
+        )
+        in_phase[chosen, phase] += 1
+        in_layer[chosen, layer] += 1
+        in_all[chosen] += size[expert]
+        for i in parts[expert]:
+            found[i] = chosen
     return found
 
 

@@ -192,7 +192,8 @@ class Arrivals:
             self._stats.fetch_first_s = self._stats.fetch_first_s or self._stats.fetch_last_s
             return ImageView(segment.slot(index)[: record.image_len])
 
-        return SnapshotImage(record.iteration, view, segment.memory, segment.slot_base(index), record.phase)
+        base = segment.slot_base(index)
+        return SnapshotImage(record.iteration, view, segment.memory, base, record.phase, record.anchors)
 
 
 def wait_until_sealed(

@@ -22,6 +22,7 @@ class SnapshotImage:
     Args:
         view: the verified image, or how to get it: a snapshot that is still on its way is waited
             for when it is needed.
+        anchors: bitmap of the operators that it anchors, if that is known before.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class SnapshotImage:
         memory: HostMemory,
         base: int,
         phase: int = 0,
+        anchors: int | None = None,
     ) -> None:
+        self._anchors = anchors
         self.iteration, self.memory, self.base, self.phase = iteration, memory, base, phase
         self._view = view
 
@@ -40,6 +43,11 @@ class SnapshotImage:
         if not isinstance(self._view, ImageView):
             self._view = self._view()
         return self._view
+
+    @property
+    def anchors(self) -> int:
+        """Bitmap of the operators that it anchors."""
+        return self.view.anchors if self._anchors is None else self._anchors
 
     def scalars(self) -> dict[str, Any]:
         found: dict[str, Any] = values.unpack(bytes(self.view.scalars))

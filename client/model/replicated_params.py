@@ -15,7 +15,7 @@ itself: whatever the others do, nothing is missing.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,7 @@ from ckptd.client.model.live_state import LiveState, local, names_with_wrappers
 from ckptd.client.model.operators import Operator
 from ckptd.client.optimizers.value_trees import plain_parts
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.core.partial_experts import share_experts
 from ckptd.core.schedule import SharedOperator, spread
 from ckptd.core.slots.segment_format import MAX_GROUP_RANKS, MAX_REPLICA_GROUPS, ReplicaGroup
 from ckptd.core.snapshot_policy import OperatorCost
@@ -141,11 +142,23 @@ class ReplicatedParams:
         operators: Sequence[Operator],
         costs: Sequence[OperatorCost],
         phases: Sequence[Sequence[int]],
+        *,
+        selects: bool = False,
     ) -> list[int]:
-        """The rank that captures each operator, or ``EVERY_RANK``."""
+        """The rank that captures each operator, or ``EVERY_RANK``.
+
+        Args:
+            selects: owners select experts, so all get as many, whatever they capture besides.
+        """
         owners = [EVERY_RANK] * len(operators)
         phase_of = _phase_of(phases)
-        for group, indices in self.groups(operators).items():
+        for group, all_of in self.groups(operators).items():
+            experts = self._experts_of(operators, all_of) if selects else {}
+            sizes, turns = [costs[i].anchor_bytes for i in experts], [phase_of.get(i, 0) for i in experts]
+            dealt = share_experts(list(experts.values()), sizes, turns, group.ranks)
+            for i, owner in zip(experts, dealt, strict=True):
+                owners[i] = owner
+            indices = [i for i in all_of if i not in experts]
             shared = [
                 SharedOperator(
                     operators[i].name,
@@ -159,6 +172,15 @@ class ReplicatedParams:
                 owners[i] = owner
         return owners
 
+    def experts(self, operators: Sequence[Operator]) -> list[tuple[int, frozenset[int]]]:
+        """By group, the number of its ranks, and the experts among its operators."""
+        groups = self.groups(operators).items()
+        found = [(len(g.ranks), frozenset(self._experts_of(operators, of))) for g, of in groups]
+        return [(ranks, experts) for ranks, experts in found if experts]
+
+    def _experts_of(self, operators: Sequence[Operator], among: Sequence[int]) -> dict[int, tuple[str, int]]:
+        return {i: expert for i in among if (expert := operators[i].expert) is not None}
+
     def checksums(self, binding: LiveState) -> dict[Replicas, str]:
         """A checksum of each group's parameters and their optimizer state, as they are now."""
         return {g: checksum(binding, names) for g, names in _by_group(self.replicas).items()}
@@ -169,17 +191,20 @@ class ReplicatedParams:
         phases: Sequence[Sequence[int]],
         owners: Sequence[int],
         values: Mapping[Replicas, str] = MappingProxyType({}),
+        selectable: Collection[int] = (),
     ) -> dict[Replicas, int]:
         """A number from 0 to 2^63 - 1 by group, equal if members have equal operators, phases and owners.
 
         Args:
             values: checksums of the same moment on all ranks.
+            selectable: the operators whose owners select them.
         """
         phase_of = _phase_of(phases)
         found = {}
         for group, indices in self.groups(operators).items():
             planned = [
-                [identity_of(operators[i]), phase_of.get(i, 0), owners[i], len(phases)] for i in indices
+                [identity_of(operators[i]), phase_of.get(i, 0), owners[i], len(phases), i in selectable]
+                for i in indices
             ]
             packed = msgspec.msgpack.encode([planned, values.get(group, "")])
             found[group] = xxhash.xxh3_64_intdigest(packed) >> 1

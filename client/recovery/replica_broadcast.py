@@ -4,19 +4,24 @@
 The bytes of the snapshot travel over the job's own process groups: every rank is at the top of the same
 step, or right after the same optimizer's step. The sender of each operator is settled once per replay,
 from what each rank's snapshots hold; whatever each of them planned, nothing is missed that any rank has.
+
+Experts that their owners have selected are in other snapshots on each rank. Then the ranks tell each other in
+which snapshot they have each operator last, and all take it from the rank with the newest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams, identity_of
 from ckptd.client.model.snapshot_layout import DTYPES, SAFETENSORS_DTYPES, EntrySource
@@ -25,6 +30,8 @@ from ckptd.client.ranks.collectives import Collectives
 __all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]
 
 _CHUNK_BYTES = 32 << 20
+# In place of the age of an operator: no snapshot of the suffix anchors it.
+_NEVER = 0xFFFF
 # Of a header, with its length: what most need.
 _HEAD_BYTES = 8 << 10
 _LENGTH_BYTES = 8
@@ -40,14 +47,17 @@ class _Held(msgspec.Struct, frozen=True):
     """What a rank's snapshots hold of one group.
 
     Args:
-        operators: digest of their names, in order.
+        operators: digest of their names, in order, and of the iterations of the suffix.
         bitmap: the operators that are held, in that order.
         complete: whether all are.
+        ages: if experts were selected: the snapshots after the newest anchor of each operator, as two bytes
+            each, little-endian; `_NEVER`: it has none. Otherwise all ranks have anchors in the same ones.
     """
 
     operators: str
     bitmap: bytes
     complete: bool
+    ages: bytes = b""
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -76,10 +86,14 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Group:
-    """A group, and the operators (by their numbers here) that each of its members sends to the others."""
+    """A group, and the operators (by their numbers here) that each of its members sends to the others.
+
+    ``ages``: of those that were selected, the snapshots after the newest anchor of the sender.
+    """
 
     replicas: Replicas
     senders: dict[int, frozenset[int]]
+    ages: dict[int, int] = field(default_factory=dict)
 
 
 class ReplicaBroadcast:
@@ -87,11 +101,28 @@ class ReplicaBroadcast:
 
     Args:
         rank: this rank's number in the job.
+        iterations: of the snapshots that are loaded, newest first, if experts were selected.
     """
 
-    def __init__(self, rank: int, groups: Sequence[_Group]) -> None:
+    def __init__(self, rank: int, groups: Sequence[_Group], iterations: Sequence[int] = ()) -> None:
         self._rank, self._groups = rank, groups
         self.bytes_sent = 0
+        # Bitmaps of operators that others have selected: of all, and by the iteration of the newest anchor.
+        self._selected = 0
+        self._selected_at: dict[int, int] = {}
+        for group in groups:
+            for operator in group.ages.keys() - group.senders.get(rank, frozenset()):
+                at = iterations[group.ages[operator]]
+                self._selected |= 1 << operator
+                self._selected_at[at] = self._selected_at.get(at, 0) | 1 << operator
+
+    def anchors(self, image: SnapshotImage) -> int:
+        """Bitmap of the operators whose anchors are loaded together with this snapshot. What other ranks have
+        selected is anchored in theirs of the same iteration.
+        """
+        if not self._selected:
+            return image.anchors
+        return image.anchors & ~self._selected | self._selected_at.get(image.iteration, 0)
 
     def sends(self) -> frozenset[int]:
         """The operators that this rank sends to others."""
@@ -147,22 +178,27 @@ def arrange(
     operators: Sequence[Operator],
     owners: Sequence[int],
     ranks: Collectives,
+    suffix: Sequence[SnapshotImage] = (),
 ) -> ReplicaBroadcast:
     """Settle the sender of each operator; a collective call.
 
     Args:
         owners: of each operator, as this rank's snapshots were planned.
+        suffix: the snapshots that are loaded, newest first, if experts were selected.
     Raises:
         ValueError: no rank has a part of what this rank needs, or the ranks' snapshots do not fit each other.
     """
     groups, rank = sharing.groups(operators), ranks.rank
+    iterations = [image.iteration for image in suffix]
 
     def held(indices: Sequence[int]) -> _Held:
         flags = [i >= len(owners) or owners[i] in (EVERY_RANK, rank) for i in indices]
-        identities = msgspec.msgpack.encode([identity_of(operators[i]) for i in indices])
+        # Only ranks with snapshots of the same iterations can load them together.
+        identities = msgspec.msgpack.encode([[identity_of(operators[i]) for i in indices], iterations])
         bitmap = sum(1 << place for place, flag in enumerate(flags) if flag)
         packed = bitmap.to_bytes((len(flags) + 7) // 8, "little")
-        return _Held(xxhash.xxh3_64_hexdigest(identities), packed, all(flags))
+        ages = _ages(indices, suffix) if suffix else b""
+        return _Held(xxhash.xxh3_64_hexdigest(identities), packed, all(flags), ages)
 
     mine = {group.key: held(indices) for group, indices in groups.items()}
     by_rank = ranks.gather(mine, dict[str, _Held])
@@ -171,7 +207,16 @@ def arrange(
     found = [
         _settle(group, indices, operators, by_rank, mine[group.key]) for group, indices in groups.items()
     ]
-    return ReplicaBroadcast(rank, [g for g in found if g is not None])
+    return ReplicaBroadcast(rank, [g for g in found if g is not None], iterations)
+
+
+def _ages(indices: Sequence[int], suffix: Sequence[SnapshotImage]) -> bytes:
+    """As of `_Held`."""
+    ages = np.full(len(indices), _NEVER, "<u2")
+    for age in reversed(range(len(suffix))):
+        anchors = suffix[age].anchors
+        ages[[place for place, i in enumerate(indices) if anchors >> i & 1]] = age
+    return ages.tobytes()
 
 
 def _settle(
@@ -183,8 +228,11 @@ def _settle(
 ) -> _Group | None:
     """The senders of a group; None if every member has everything."""
     held = {rank: by_rank[rank].get(group.key) for rank in group.ranks}
+    ages = {rank: np.frombuffer(h.ages, "<u2").tolist() for rank, h in held.items() if h is not None}
+    selected = all(ages.values())
     # Then it does not matter how each cut its operators, nor that they are equal.
-    if all(h is None or h.complete for h in held.values()):
+    complete = all(h is None or h.complete for h in held.values())
+    if complete and not (selected and len({h.ages for h in held.values() if h is not None}) > 1):
         return None
     bitmaps: dict[int, int] = {}
     for rank, theirs in held.items():
@@ -192,20 +240,29 @@ def _settle(
             raise ValueError(
                 f"the snapshots of this rank rely on those of rank {rank} for "
                 f"{operators[indices[0]].name} and others, but those are of "
-                "other operators; start with the parallel layout that the run had, or pass run= a new name"
+                "other operators or iterations; start with the parallel layout that the run had, or pass "
+                "run= a new name"
             )
         bitmaps[rank] = int.from_bytes(theirs.bitmap, "little")
     senders: dict[int, set[int]] = {}
+    taken: dict[int, int] = {}
     for place, index in enumerate(indices):
         having = [rank for rank, bitmap in bitmaps.items() if bitmap >> place & 1]
+        if selected:
+            having = [rank for rank in having if ages[rank][place] != _NEVER]
         if not having:
             raise ValueError(
                 f"no rank of {list(group.ranks)} has recorded {operators[index].name}; pass run= a "
                 "new name to start over"
             )
+        if selected:
+            newest = min(ages[rank][place] for rank in having)
+            having = [rank for rank in having if ages[rank][place] == newest]
         if len(having) < len(group.ranks):
             senders.setdefault(min(having), set()).add(index)
-    return _Group(group, {rank: frozenset(of) for rank, of in senders.items()})
+            if selected:
+                taken[index] = newest
+    return _Group(group, {rank: frozenset(of) for rank, of in senders.items()}, taken)
 
 
 def _check_reachable(

@@ -169,7 +169,7 @@ class SnapshotLoader:
         activity, binding = self.activity, self.binding
         all_buffers = everything or activity.masters_unknown
         buffers = [*map(ParameterRows, binding.buffers())] if all_buffers else []
-        fresh = activity.activate(image.view.anchors)
+        fresh = activity.activate(self.broadcast.anchors(image))
         wanted = activity.rows_of(fresh)
         if everything:
             wanted.update(activity.never_frozen())
@@ -193,7 +193,7 @@ class SnapshotLoader:
     def fill(self, image: SnapshotImage, scalars: Mapping[str, Any]) -> None:
         """Load from an older partial snapshot what newer ones lack. A collective call as `load`."""
         activity, binding, scope = self.activity, self.binding, self._scope
-        fresh = activity.activate(image.view.anchors)
+        fresh = activity.activate(self.broadcast.anchors(image))
         wanted, absent = activity.rows_of(fresh), set(scalars["absent"])
         kinds = _KINDS[scope] if scope is not None else frozenset()
         experts = [op for i, op in enumerate(self.operators) if fresh >> i & 1]

@@ -43,6 +43,7 @@ from ckptd.client.schedule.snapshot_plan import (
 )
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
+from ckptd.core.partial_experts import Selection
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
 from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
@@ -294,7 +295,8 @@ class Recovery:
         """
         subject, broadcast = self._subject, None
         if subject.identity.world_size > 1:
-            broadcast = arrange(subject.sharing, plan.operators, plan.owners, ranks)
+            suffix = (*images, *older) if plan.selection is not Selection.TURNS else ()
+            broadcast = arrange(subject.sharing, plan.operators, plan.owners, ranks, suffix)
         return Replay(
             SnapshotLoader(
                 subject.binding, plan.operators, self._engine, None if alone else broadcast, plan.scope

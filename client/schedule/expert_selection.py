@@ -3,8 +3,8 @@
 The counts of one snapshot's top decide on the next snapshot. That is computed beside training, when the
 snapshot is filled. The first snapshots of a chain take the experts whose turn it is, until each was in one.
 
-Ranks select by what each has counted, without a message. So only experts that no other rank holds are
-selected: replicas of an expert must be recovered from one iteration.
+Ranks select by what each has counted, without a message. Replicas of an expert must be recovered from one
+iteration, so of the ranks that hold one its owner selects it, by its own tokens, and captures it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExpertSelection:
         self._next: tuple[int, frozenset[int]] = 0, frozenset()
         # By place among the experts that may be selected: tokens as counted last, those in the newest
         # snapshot that has the expert, and the number of that snapshot (0: none has).
-        self._experts = sorted(plan.selectable)
+        self._experts = sorted(plan.selected_here)
         self._place_of = {operator: place for place, operator in enumerate(self._experts)}
         named = [plan.operators[i].expert or ("", 0) for i in self._experts]  # all are experts
         self._tokens = np.zeros(len(named))
@@ -79,7 +79,7 @@ class ExpertSelection:
             if not follows:
                 self._last[:] = 0
             self._number += 1
-            places = [self._place_of[i] for i in anchored & self.plan.selectable]
+            places = [self._place_of[i] for i in anchored & self._place_of.keys()]
             self._last[places] = self._number
             self._pending[step] = self._number, ordinal, places, given
             while len(self._pending) > _PENDING:  # what is that old was never complete

@@ -243,15 +243,18 @@ class FirstPlan:
 
     def _compare(self, plan: SnapshotPlan) -> bool | None:
         prints = self._planner.sharing.fingerprints(
-            plan.operators, plan.schedule.phases, plan.owners, self._values or {}
+            plan.operators, plan.schedule.phases, plan.owners, self._values or {}, plan.selectable
         )
         return self._windows.shares_agree(plan.schedule.window, prints)
 
     def _capture_all(self, plan: SnapshotPlan) -> None:
-        text = "the ranks' plans for their replicated parameters differ: each rank captures all of them"
-        logger.warning("%s", text)
-        self._memory.session.notice("warning", "not_shared", text)
+        selected = plan.selectable
         # The same operators in the same phases: ranks of another group may rely on this one.
         plan.capture_all(self._binding)
+        text = "the ranks' plans for their replicated parameters differ: each rank captures all of them"
+        if plan.selectable != selected:
+            text += ", and experts among them take turns"
+        logger.warning("%s", text)
+        self._memory.session.notice("warning", "not_shared", text)
         if self._memory.persists:
             plan.make_room_for_uploads(self._memory.session.available_bytes)

@@ -6,11 +6,12 @@ are equal without a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ckptd.client.model.operators import Operator
-from ckptd.client.model.replicated_params import EVERY_RANK
+from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.options import MAX_WINDOW, PartialOptions, SnapshotOptions
 from ckptd.core.durable_experts import DurableTurns, turns_of
 from ckptd.core.partial_experts import (
@@ -110,7 +111,8 @@ class PartialTurns:
     """The turns of this rank's experts.
 
     Args:
-        rank: this one's number; ranks with consecutive numbers hold consecutive experts.
+        rank: this one's number among those that hold different experts; ranks with consecutive numbers hold
+            consecutive experts.
     """
 
     options: PartialOptions
@@ -120,16 +122,27 @@ class PartialTurns:
 
     @classmethod
     def of(
-        cls, options: SnapshotOptions, operators: Sequence[Operator], rank: int, world_size: int
+        cls,
+        options: SnapshotOptions,
+        operators: Sequence[Operator],
+        rank: int,
+        world_size: int,
+        sharing: ReplicatedParams = NOTHING_SHARED,
     ) -> PartialTurns | None:
         """None for other policies."""
         found = options.of_experts
-        return None if found is None else cls(found, operators, rank, world_size)
+        place = _place(rank, operators, sharing)
+        return None if found is None else cls(found, operators, place, world_size)
 
     @property
     def selection(self) -> Selection:
         """Which experts a snapshot has."""
         return Selection(self.options.selection)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the script asks for experts by tokens at risk."""
+        return self.selection is not Selection.TURNS
 
     @property
     def num_experts(self) -> int:
@@ -166,11 +179,13 @@ class PartialTurns:
         fixed_bytes: int,
         budget_bytes: int | None,
         window: int | None,
+        whole: Sequence[tuple[int, Collection[int]]] = (),
     ) -> Schedule:
         """The smallest window whose largest snapshot fits the budget, or this window.
 
         Args:
             operators: as the plan cuts them.
+            whole: as of `plan_partial`.
         """
         experts = [op.expert for op in operators]
         total = self.options.num_experts
@@ -178,26 +193,45 @@ class PartialTurns:
         for candidate in range(1, self.longest + 1) if window is None else [window]:
             phases = rotation(experts, candidate, first=first, num_experts=total)
             schedule = plan_partial(
-                costs, phases, candidate, fixed_bytes=fixed_bytes, budget_bytes=budget_bytes
+                costs, phases, candidate, fixed_bytes=fixed_bytes, budget_bytes=budget_bytes, whole=whole
             )
             if schedule.fits:
                 break
         return schedule
 
-    def selectable(self, operators: Sequence[Operator], owners: Sequence[int]) -> frozenset[int]:
-        """The experts that are certain to be on no other rank.
+    def selectable(
+        self, operators: Sequence[Operator], owners: Sequence[int], parts: Collection[int] = ()
+    ) -> frozenset[int]:
+        """The experts of which one rank can decide when they are captured: it owns them, or it is certain
+        that no other rank has them.
 
         Args:
             owners: as of a plan: the rank that captures each operator, if several hold it.
+            parts: operators that are a part of an expert, of which other ranks have the rest.
         """
-        if self.selection is Selection.TURNS:
+        if not self.selects:
             return frozenset()
         here, total = max(self._here.values()), self.options.num_experts
-        if self.world_size > 1 and (total is None or here * self.world_size != total):
-            return frozenset()
+        alone = self.world_size == 1 or (total is not None and here * self.world_size == total)
         shared = {i for i, owner in enumerate(owners) if owner != EVERY_RANK}
-        return frozenset(i for i, op in enumerate(operators) if op.expert is not None and i not in shared)
+        number = Counter(op.expert for op in operators)
+        return frozenset(
+            i
+            for i, op in enumerate(operators)
+            # Several parts here may have several owners.
+            if op.expert is not None and number[op.expert] == 1 and i not in parts and (alone or i in shared)
+        )
 
     @property
     def _here(self) -> dict[str, int]:
         return experts_of_layers([op.expert for op in self.operators])
+
+
+def _place(rank: int, operators: Sequence[Operator], sharing: ReplicatedParams) -> int:
+    """This rank's number among those that hold different experts: equal on ranks that hold the same."""
+    groups = sharing.groups([op for op in operators if op.expert is not None])
+    if not groups:
+        return rank
+    ranks = max(groups, key=lambda group: len(groups[group])).ranks
+    adjacent = ranks[-1] - ranks[0] == len(ranks) - 1
+    return ranks[0] // len(ranks) if adjacent else ranks[0]

@@ -191,11 +191,18 @@ def _plan_once(
     fixed = fixed_bytes(binding, inputs.scalars_capacity)
     popularity = inputs.popularity or [0.0] * len(operators)
 
+    selects = inputs.turns is not None and inputs.turns.selects
+
     def scheduled(parts: Sequence[Operator], popular: Sequence[float]) -> tuple[list[OperatorCost], Schedule]:
         costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes, scope))
         if inputs.turns is not None:
             return costs, inputs.turns.schedule(
-                parts, costs, fixed_bytes=fixed, budget_bytes=inputs.budget_bytes, window=window
+                parts,
+                costs,
+                fixed_bytes=fixed,
+                budget_bytes=inputs.budget_bytes,
+                window=window,
+                whole=sharing.experts(parts) if selects else (),
             )
         aligned = inputs.policy == "aligned"
         planner = plan_aligned if aligned else plan_schedule
@@ -239,14 +246,27 @@ def _plan_once(
     )
     if before is None:
         whole = operator_costs(binding, parts, compute_dtypes, scope)
-        plan.owners = sharing.owners(parts, whole, schedule.phases)
+        plan.owners = sharing.owners(parts, whole, schedule.phases, selects=selects)
     else:
         plan.owners = _owners_as_before(before, parts)
     if inputs.turns is not None:
         plan.selection = inputs.turns.selection
-        plan.selectable = inputs.turns.selectable(parts, plan.owners)
+        plan.selectable = inputs.turns.selectable(parts, plan.owners, _parts_of_experts(binding, parts))
     plan.measure_slots(binding)
     return plan
+
+
+def _parts_of_experts(binding: LiveState, operators: Sequence[Operator]) -> set[int]:
+    """The operators that are a part of an expert, of which other ranks have the rest: its tensors are sharded
+    along another dimension than that of the experts.
+    """
+    found = set()
+    for i, op in enumerate(operators):
+        for member in op.members if op.expert is not None else ():
+            placements = getattr(binding.params[member.param], "placements", ())
+            if any(p.is_shard() and (member.start is None or not p.is_shard(0)) for p in placements):
+                found.add(i)
+    return found
 
 
 def _only_costs_differ(
@@ -410,7 +430,9 @@ class Planner:
         self._binding, self._operators = context.binding, list(context.operators)
         self.policy: str = context.options.planned
         identity = context.memory.identity
-        self.turns = PartialTurns.of(context.options, self._operators, identity.rank, identity.world_size)
+        self.turns = PartialTurns.of(
+            context.options, self._operators, identity.rank, identity.world_size, context.sharing
+        )
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
         self._bandwidth: float | None = None  # measured once: that takes the training thread some time

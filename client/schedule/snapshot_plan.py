@@ -94,7 +94,7 @@ class SnapshotPlan:
     selection: Selection = Selection.TURNS
     """Which experts a partial snapshot has."""
     selectable: frozenset[int] = frozenset()
-    """The experts that may be selected by tokens at risk; the others take turns."""
+    """The experts that are selected by tokens at risk, each by its owner; the others take turns."""
     asked: str = ""
     """What the script asked for, also where only dense snapshots are exact; "" if unknown."""
     with_gradients: bool = False
@@ -124,6 +124,8 @@ class SnapshotPlan:
     @property
     def left_out(self) -> frozenset[int]:
         """The operators that another rank captures."""
+        if not self.owners:
+            return frozenset()
         mine = (EVERY_RANK, int(self.identity["rank"]))
         return frozenset(i for i, owner in enumerate(self.owners) if owner not in mine)
 
@@ -131,6 +133,11 @@ class SnapshotPlan:
     def shares(self) -> bool:
         """True if one of several ranks captures some operator, so that ranks rely on each other."""
         return any(owner != EVERY_RANK for owner in self.owners)
+
+    @property
+    def selected_here(self) -> frozenset[int]:
+        """The experts that this rank selects; other ranks select the rest of ``selectable``."""
+        return self.selectable - self.left_out
 
     @property
     def span(self) -> int:
@@ -149,18 +156,22 @@ class SnapshotPlan:
         """How far experts are selected by tokens at risk, in words; "" if the script asks for turns."""
         if not self.lossy or self.selection is Selection.TURNS:
             return ""
-        number = sum(op.expert is not None for op in self.operators)
+        number = len({op.expert for op in self.operators if op.expert is not None})
+        elsewhere = len(self.selectable & self.left_out)
+        by_others = f" ({elsewhere} of them by other ranks that hold them, too)" if elsewhere else ""
         if len(self.selectable) == number:
-            return f"all {number} experts of this rank are selected by tokens at risk"
+            return f"all {number} experts of this rank are selected by tokens at risk{by_others}"
         if self.selectable:
             return (
-                f"{len(self.selectable)} of {number} experts of this rank are selected by tokens at risk; "
-                "those of which other ranks have replicas take turns"
+                f"{len(self.selectable)} of {number} experts of this rank are selected by tokens at risk"
+                f"{by_others}; the others, whose replicas or parts on other ranks would be captured at other "
+                "times, take turns"
             )
         return (
             "EXPERTS TAKE TURNS, none is selected by tokens at risk: each may have a replica on another "
-            "rank. If none has, pass num_experts= of a whole layer: the number of ranks times the experts on "
-            "each"
+            "rank, or be a part of one. If ranks have replicas, say which: "
+            "LayoutOptions(replicated={'*.experts.*': group}). If none has, pass num_experts= of a whole "
+            "layer: the number of ranks times the experts on each"
         )
 
     def turns(self, ordinal: int) -> tuple[int, ...]:
@@ -169,10 +180,12 @@ class SnapshotPlan:
         return tuple(i for i in self.schedule.phases[phase] if self.operators[i].expert is not None)
 
     def selected_room(self, ordinal: int) -> int:
-        """For how many selectable experts the ``ordinal``-th snapshot has room."""
+        """For how many of the experts that this rank selects the ``ordinal``-th snapshot has room."""
         if self._rooms is None:
             every = [self.turns(self.ordinal_of(phase)) for phase in range(self.schedule.window)]
-            self._rooms = rooms(every, self.selectable)
+            elsewhere = self.left_out
+            here = [[i for i in phase if i not in elsewhere] for phase in every]
+            self._rooms = rooms(here, self.selected_here)
         return self._rooms[ordinal // self.every % self.schedule.window]
 
     def ordinal_of(self, phase: int) -> int:
@@ -251,7 +264,12 @@ class SnapshotPlan:
             anchored = tuple(every.symmetric_difference(range(len(self.operators))) | experts)
             rest = tuple(every - experts)
             compute, state = (rest if each else () for each in (compute, state))
-        layout = self._layout(binding, levels.phase, anchored, compute, self.left_out, state)
+        left_out = self.left_out
+        if elsewhere := self.selectable & left_out:
+            # When their owner captures them is not known here, and a suffix of this rank needs none of them.
+            anchored = tuple(elsewhere.union(anchored))
+            compute, state = (tuple(i for i in each if i not in elsewhere) for each in (compute, state))
+        layout = self._layout(binding, levels.phase, anchored, compute, left_out, state)
         found = layout, levels.begins_chain
         if experts is not None and len(phases) > 2 * self.span:  # selections rarely come again
             phases = self._phases = {}
@@ -268,10 +286,8 @@ class SnapshotPlan:
     def _largest_experts(self, ordinal: int) -> frozenset[int] | None:
         if not self.selectable:
             return None
-        turns, number = self.turns(ordinal), self.selected_room(ordinal)
-        extra = [
-            (c.compute_bytes - c.anchor_bytes, i) for i, c in enumerate(self.costs) if i in self.selectable
-        ]
+        turns, number, here = self.turns(ordinal), self.selected_room(ordinal), self.selected_here
+        extra = [(c.compute_bytes - c.anchor_bytes, i) for i, c in enumerate(self.costs) if i in here]
         return frozenset(i for _, i in sorted(extra)[:number]).union(set(turns) - self.selectable)
 
     def everything(self, binding: LiveState) -> PhasePlan:
@@ -321,9 +337,12 @@ class SnapshotPlan:
     def capture_all(self, binding: LiveState) -> None:
         """Leave nothing to other ranks.
 
-        Operators and phases stay, so that ranks that leave theirs to this one find them here.
+        Operators and phases stay, so that ranks that leave theirs to this one find them here. What others
+        hold, too, takes its turns: they may take it from this rank, or keep their own.
         """
-        self.owners = []
+        owners = dict(enumerate(self.owners))
+        self.selectable = frozenset(i for i in self.selectable if owners.get(i, EVERY_RANK) == EVERY_RANK)
+        self.owners, self._policy, self._rooms = [], None, None
         self._phases.clear()
         self.measure_slots(binding)
 

@@ -4,6 +4,7 @@ state, and what is lost is counted to the token.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -102,10 +103,17 @@ def _check(
     assert len(seen) == experts_seen
 
 
-def _lost(timeline: dict[int, dict[str, Any]], layer: int, expert: int, first: int, end: int) -> int:
+def _lost(
+    timeline: dict[int, dict[str, Any]],
+    layer: int,
+    expert: int,
+    first: int,
+    end: int,
+    moe: str = "blocks.{}.moe",
+) -> int:
     """The tokens that an expert was given in these steps; each top shows those of the step before."""
-    loads = [timeline[step + 1][f"buffer/blocks.{layer}.moe.load"][expert] for step in range(first, end)]
-    return int(sum(loads))
+    name = f"buffer/{moe.format(layer)}.load"
+    return int(sum(timeline[step + 1][name][expert] for step in range(first, end)))
 
 
 def _load(folder: Path) -> dict[int, dict[str, Any]]:
@@ -239,11 +247,14 @@ def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: 
         ("expert/fused", {"num_experts": 4}, 4),
         ("expert/by_hand", {"num_experts": 4, "policy": "selected"}, 4),
         pytest.param("plain", {"policy": "selected"}, EXPERTS * LAYERS, marks=long),
+        pytest.param("fused", {"policy": "selected"}, EXPERTS * LAYERS, marks=long),
+        pytest.param("masters", {"policy": "selected", "scope": "optimizer"}, EXPERTS * LAYERS, marks=long),
+        pytest.param("plain", {"policy": "selected", "scope": "weights"}, EXPERTS * LAYERS, marks=long),
     ],
 )
 def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any], experts: int) -> None:
     """Replicated experts, which one rank captures, and experts of each rank's own."""
-    run = f"ranks-{case.replace('/', '-')}-{changes.get('policy', '')}"
+    run = f"ranks-{case.replace('/', '-')}-{changes.get('policy', '')}-{changes.get('scope', '')}"
     options = partial_options(**changes)
     before = {rank: ("--states", str(_states(jobs, f"first-{rank}"))) for rank in range(2)}
     after = {rank: ("--states", str(_states(jobs, f"second-{rank}"))) for rank in range(2)}
@@ -255,9 +266,54 @@ def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any]
     for rank, report in enumerate(reports):
         end, lost = report["resumed_from"], report["lost"]
         states, resumed = (_load(Path(each[rank][1])) for each in (before, after))
-        _check(resumed[end], states, end, lost, experts_seen=experts)
+        _check(resumed[end], states, end, lost, changes.get("scope", "both"), experts_seen=experts)
         assert lost["plt"] == reports[0]["lost"]["plt"] > 0
+        assert (report["selectable_experts"] == experts) == (changes.get("policy") == "selected")
         assert len(lost["iterations"]) >= experts / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["model", pytest.param("layer", marks=long)])
+def test_of_ranks_that_hold_an_expert_its_owner_selects_it(jobs: Jobs, selection: str) -> None:
+    """Two expert-parallel ranks and two replicas of each. After a kill both replicas of an expert are its
+    newest copy, bit for bit; PLT equals an independent count over the assignments that all ranks recorded.
+    """
+    local = 2
+    options = partial_options(policy="selected", num_experts=2 * local, selection=selection)
+    before = {rank: ("--states", str(_states(jobs, f"first-{rank}"))) for rank in range(4)}
+    after = {rank: ("--states", str(_states(jobs, f"second-{rank}"))) for rank in range(4)}
+    run, case = f"owned-{selection}", "expert/uneven_replicas"
+    first = Ranks(jobs, run, *options, case=case, world_size=4, killed=1, kill_at=18, total=24, each=before)
+    first.end_by_the_death_of(1)
+    outs = Ranks(jobs, run, *options, "--seed", "7", case=case, world_size=4, total=22, each=after).end()
+    reports = [jobs.report(out) for out in outs]
+    (end,) = {report["resumed_from"] for report in reports}
+    lost = [report["lost"] for report in reports]
+    timelines = [_load(Path(before[rank][1])) for rank in range(4)]
+    resumed = [_load(Path(after[rank][1]))[end] for rank in range(4)]
+    for rank in range(4):
+        assert (
+            "all 4 experts of this rank are selected by tokens at risk (2 of them by other"
+            in (reports[rank]["describe"])
+        )
+        assert reports[rank]["selectable_experts"] == LAYERS * local
+        _check(resumed[rank], timelines[rank], end, lost[rank], experts_seen=LAYERS * local)
+    for one, other in ((0, 2), (1, 3)):
+        assert lost[one]["iterations"] == lost[other]["iterations"] != {}
+        for key in (key for key in resumed[one] if key.split("/")[0] in ("param", "held", "optim")):
+            assert same_values(resumed[one][key], resumed[other][key]), key
+    shares = []
+    for layer in range(LAYERS):
+        given = gone = 0
+        for rank, expert in itertools.product(range(4), range(local)):
+            name = f"moes.{layer}.experts.{expert}"
+            since = lost[rank]["iterations"].get(name, end)
+            count = _lost(timelines[rank], layer, expert, since, end, "moes.{}")
+            assert lost[rank]["tokens"].get(name, 0) == count
+            given, gone = given + _lost(timelines[rank], layer, expert, 0, end, "moes.{}"), gone + count
+        shares.append(gone / given)
+    assert {each["plt"] for each in lost} == {sum(shares) / LAYERS}
+    assert sum(shares) > 0
 
 
 @pytest.mark.slow
@@ -423,6 +479,8 @@ def test_storage_has_every_expert(
     [
         pytest.param("plain", {}, EXPERTS * LAYERS, "*", marks=long),
         ("plain", {}, EXPERTS * LAYERS, "*~r1~*"),
+        ("plain", {"policy": "selected"}, EXPERTS * LAYERS, "*"),
+        pytest.param("plain", {"policy": "selected"}, EXPERTS * LAYERS, "*~r1~*", marks=long),
         pytest.param("expert/fused", {"num_experts": 4}, 4, "*", marks=long),
         pytest.param("expert/fused", {"num_experts": 4}, 4, "*~r1~*", marks=long),
     ],

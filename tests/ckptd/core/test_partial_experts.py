@@ -20,6 +20,7 @@ from ckptd.core.partial_experts import (
     rooms,
     rotation,
     select_by_risk,
+    share_experts,
     window_for,
     window_within,
 )
@@ -162,6 +163,77 @@ def test_any_window_of_snapshots_has_every_expert(scope: PartialScope, every: in
             assert {*levels.state} == (rest if scope is PartialScope.WEIGHTS else set())
             anchored |= {*levels.anchored}
         assert anchored == {*range(len(experts))}
+
+
+class TestShares:
+    """Ranks that hold the same experts, of several expert-parallel ones."""
+
+    @given(
+        st.integers(1, 5),
+        st.integers(1, 6),
+        st.integers(1, 4),
+        st.integers(2, 6),
+        st.integers(1, 24),
+        st.data(),
+    )
+    def test_each_expert_has_one_owner_and_all_have_as_much(
+        self, layers: int, local: int, places: int, replicas: int, window: int, data: st.DataObject
+    ) -> None:
+        total, place = local * places, data.draw(st.integers(0, places - 1))
+        sizes = data.draw(st.lists(st.sampled_from([1, 2, 5]), min_size=layers, max_size=layers))
+        experts = [(f"layer {n}", i) for n in range(layers) for i in range(local)]
+        phases = rotation(experts, min(window, total), first=place * local, num_experts=total)
+        ranks = [place + places * replica for replica in range(replicas)]
+        size = [sizes[int(name[-1])] for name, _ in experts]
+        owners = share_experts(experts, size, phases, data.draw(st.permutations(ranks)))
+        assert owners == share_experts(experts, size, phases, ranks), "what every rank computes"
+
+        def spread_of(counts: dict[int, int]) -> int:
+            each = [counts.get(rank, 0) for rank in ranks]
+            return max(each) - min(each)
+
+        for phase in set(phases):
+            turns = [owner for owner, turn in zip(owners, phases, strict=True) if turn == phase]
+            assert spread_of(Counter(turns)) <= 1
+        held = Counter[int]()
+        for owner, nbytes in zip(owners, size, strict=True):
+            held[owner] += nbytes
+        assert spread_of(held) <= max(size)
+        if len(set(size)) == 1:
+            assert spread_of(Counter(owners)) <= 1
+
+    def test_the_experts_of_a_layer_have_several_owners(self) -> None:
+        experts = [(f"layer {n}", i) for n in range(4) for i in range(4)]
+        owners = share_experts(experts, [1] * 16, rotation(experts, 4), [3, 7])
+        layers = [owners[n : n + 4] for n in range(0, 16, 4)]
+        assert all(sorted(layer) == [3, 3, 7, 7] for layer in layers), layers
+
+    def test_parts_of_an_expert_stay_together(self) -> None:
+        experts = [("layer", i // 2) for i in range(8)]
+        owners = share_experts(experts, [1] * 8, [0] * 8, [0, 1])
+        assert owners[::2] == owners[1::2]
+        assert Counter(owners) == {0: 4, 1: 4}
+
+    @given(st.integers(1, 4), st.integers(1, 6), st.integers(2, 5), st.integers(1, 12), st.integers(0, 40))
+    def test_plans_have_the_bytes_of_the_rank_with_the_most(
+        self, layers: int, local: int, replicas: int, window: int, otherwise: int
+    ) -> None:
+        experts = [(f"layer {n}", i) for n in range(layers) for i in range(local)]
+        phases = rotation(experts, min(window, local))
+        whole, few = 60 * replicas, otherwise * replicas  # bytes of an expert, and while it is not selected
+        plan = plan_partial(
+            [OperatorCost(f"{e}", OperatorKind.EXPERT, 60, otherwise) for e in experts],
+            phases,
+            max(phases) + 1,
+            fixed_bytes=7,
+            budget_bytes=None,
+            whole=[(replicas, range(len(experts)))],
+        )
+        owners = share_experts(experts, [1] * len(experts), phases, range(replicas))
+        always = 7 + few * max(Counter(owners).values())
+        for phase, told in enumerate(plan.phase_bytes):
+            turns = Counter(o for o, turn in zip(owners, phases, strict=True) if turn == phase)
+            assert told - (always + (whole - few) * max(turns.values())) in (0, 1)  # sums of fractions
 
 
 class TestLoss:

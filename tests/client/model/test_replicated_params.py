@@ -29,7 +29,9 @@ from ckptd.client.model.replicated_params import (
     find_replicas,
 )
 from ckptd.client.model.snapshot_layout import parse_entry_name
+from ckptd.client.options import SnapshotOptions
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import PlanInputs, make_plan, most_pieces
 from ckptd.client.schedule.schedule_change import table_digest
 from ckptd.client.schedule.snapshot_plan import (
@@ -65,6 +67,20 @@ class Net(nn.Module):
         super().__init__()
         self.dense = nn.Linear(width, 4 * width)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+
+class FusedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.ones(4, 8, 8))
+
+
+class FusedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+        self.experts = FusedExperts()
 
 
 def bound(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LiveState:
@@ -157,6 +173,13 @@ def planned(binding: LiveState, sharing: ReplicatedParams, rank: int = 0, **chan
         "scalars_capacity": 4096,
     }
     return make_plan(binding, operators, PlanInputs(sharing=sharing, **(options | changes)))
+
+
+def selecting(binding: LiveState, sharing: ReplicatedParams, rank: int, **changes: Any) -> SnapshotPlan:
+    """With partial snapshots, for which experts are selected."""
+    operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
+    turns = PartialTurns.of(SnapshotOptions(policy="selected"), operators, rank, 2, sharing)
+    return planned(binding, sharing, rank, policy="partial", turns=turns, **changes)
 
 
 def captured(plan: SnapshotPlan, binding: LiveState, ordinal: int) -> set[tuple[str, str, int | None]]:
@@ -323,6 +346,91 @@ class TestPlans:
         assert told(plan.schedule.phases, plan.owners) == same
         assert told(plan.schedule.phases[::-1], plan.owners) != same
         assert told(plan.schedule.phases, plan.owners[::-1]) != same
+        of = plan.operators, plan.schedule.phases, plan.owners
+        assert sharing.fingerprints(*of, selectable={0})[BOTH] != same
+
+    def test_experts_that_are_selected_stay_whole_and_are_shared_out_evenly(self) -> None:
+        """What is no expert is shared out by bytes, as ever."""
+        binding = bound(Net(width=64))
+        sharing = sharing_of(binding, {0: 1 << 20, 1: 0})
+        plans = [selecting(binding, sharing, rank) for rank in range(2)]
+        assert plans[0].owners == plans[1].owners
+        experts = [i for i, op in enumerate(plans[0].operators) if op.expert is not None]
+        assert len(experts) == 4 == len(selecting(binding, NOTHING_SHARED, 0).operators) - 1
+        assert sorted(plans[0].owners[i] for i in experts) == [0, 0, 1, 1]
+        assert {owner for i, owner in enumerate(plans[0].owners) if i not in experts} == {1}
+        for plan in plans:
+            assert plan.selectable == set(experts)
+            assert len(plan.selected_here) == 2
+            assert plan.selection_text == (
+                "all 4 experts of this rank are selected by tokens at risk (2 of them by other ranks that "
+                "hold them, too)"
+            )
+        assert plans[0].selected_here.isdisjoint(plans[1].selected_here)
+
+    @pytest.mark.usefixtures("four_ranks")
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_experts_of_which_each_rank_has_a_part_take_turns(self, fused: bool) -> None:
+        """Ranks with the other parts would select these at other times. Fused ones are rows of a shard."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = FusedNet() if fused else Net()
+        fully_shard(model, mesh=mesh)
+        binding = bound(model)
+        sharing = ReplicatedParams(find_replicas(binding, None))
+        plan = selecting(binding, sharing, 1)
+        experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]
+        assert {plan.owners[i] for i in experts} == {1, 3}
+        assert len(plan.selectable) == (2 if fused else 0)
+
+    @pytest.mark.parametrize("chosen", [None, frozenset[int]()])
+    def test_what_others_select_no_suffix_of_this_rank_waits_for(self, chosen: frozenset[int] | None) -> None:
+        binding = bound(Net())
+        plan = selecting(binding, sharing_of(binding), 0)
+        others = plan.selectable & plan.left_out
+        for ordinal in range(2):
+            built = plan.phase_plan(binding, ordinal, chosen)
+            assert built is not None
+            assert others <= built[0].anchored
+            entries = {parse_entry_name(e.name, torch.float32).name for e in built[0].layout.entries}
+            assert not entries & {m.param for i in others for m in plan.operators[i].members}
+
+    def test_slots_have_room_for_the_experts_of_this_rank(self) -> None:
+        """One of its two in each snapshot, though of all four two have their turn together."""
+        binding = bound(Net(width=64))
+        for rank in range(2):
+            plan = selecting(binding, sharing_of(binding), rank)
+            assert [plan.selected_room(phase) for phase in range(2)] == [1, 1]
+            built = [plan.phase_plan(binding, 0, frozenset({i})) for i in plan.selected_here]
+            sizes = [each[0].layout.image_len for each in built if each is not None]
+            assert max(sizes) <= plan.slot_bytes <= 1.1 * max(sizes) + 70_000
+            assert plan.num_slots == 2 * 2 + 2
+
+    def test_whoever_captures_all_lets_experts_take_turns(self) -> None:
+        """Others may rely on it, or keep their own: both need all of them in the same snapshots."""
+        binding = bound(Net())
+        plan = selecting(binding, sharing_of(binding), 0)
+        plan.capture_all(binding)
+        assert plan.selectable == frozenset()
+        assert plan.selection_text.startswith("EXPERTS TAKE TURNS")
+        assert plan.policy.window == 2
+        again = selecting(binding, sharing_of(binding), 0, before=plan)
+        assert again.selectable == frozenset()
+
+    def test_a_run_that_changes_to_selected_experts_keeps_its_owners(self) -> None:
+        binding = bound(Net(width=64))
+        sharing = sharing_of(binding)
+        before = planned(binding, sharing)
+        again = selecting(binding, sharing, 0, before=before)
+        assert again.owners == before.owners
+        assert len(again.selectable) == 4
+
+    def test_a_run_that_changes_from_selected_experts_keeps_its_owners(self) -> None:
+        binding = bound(Net(width=64))
+        sharing = sharing_of(binding)
+        before = selecting(binding, sharing, 0)
+        again = planned(binding, sharing, before=before)
+        assert again.owners == before.owners
+        assert set(again.owners) == {0, 1}
 
     def test_an_operator_of_mixed_parameters_is_each_ranks_own(self) -> None:
         sharing = ReplicatedParams({"a": BOTH, "b": Replicas((0, 1, 2), None)})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams
 from ckptd.client.model.snapshot_layout import EntrySource
@@ -19,6 +20,7 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import replica_broadcast
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
 from ckptd.core.snapshot_policy import OperatorKind
+from ckptd.cuda.engine import HostMemory
 from tests.client.gloo_ranks import run_in_ranks
 from tests.client.rank_threads import outcomes
 
@@ -42,6 +44,21 @@ def arranged(*owners: list[int], sharing: list[ReplicatedParams] | None = None) 
 
     found = outcomes([lambda e, r=r: work(r, e) for r in range(len(owners))])  # type: ignore[misc]
     return [f.sends() if isinstance(f, ReplicaBroadcast) else f for f in found]
+
+
+def image(iteration: int, anchors: int) -> SnapshotImage:
+    """A snapshot of which nothing but this is known yet."""
+    memory = HostMemory(memoryview(b""))
+    return SnapshotImage(iteration, lambda: pytest.fail("it has not arrived"), memory, 0, anchors=anchors)
+
+
+def selected(*owners: list[int], suffixes: list[list[SnapshotImage]]) -> list[Any]:
+    """As `arranged`, of snapshots with selected experts."""
+
+    def work(rank: int, ranks: Collectives) -> ReplicaBroadcast:
+        return arrange(shared(len(owners)), operators(), owners[rank], ranks, suffixes[rank])
+
+    return outcomes([lambda e, r=r: work(r, e) for r in range(len(owners))])  # type: ignore[misc]
 
 
 class TestFromWhom:
@@ -70,6 +87,46 @@ class TestFromWhom:
         """Rank 1 captured everything (its plan differed); ranks 0 and 2 still rely on each other, and on it."""
         alone = [EVERY_RANK] * 4
         assert arranged([0, 1, 2, 0], alone, [0, 1, 2, 0]) == [{0, 3}, {1, 2}, frozenset()]
+
+    def test_what_owners_have_selected_comes_from_the_snapshot_that_has_it(self) -> None:
+        """What a rank's own snapshots say of operators that another one captures does not count."""
+        everything, own = 0b1111, {0: 0b1001, 1: 0b0110}
+        chosen = {0: [0b1000, 0b0001, 0b1001], 1: [0b0000, 0b0010, 0b0100]}  # newest first
+        suffixes = [
+            [image(9 - age, of | everything & ~own[rank]) for age, of in enumerate(chosen[rank])]
+            for rank in range(2)
+        ]
+        for found, suffix in zip(
+            selected([0, 1, 1, 0], [0, 1, 1, 0], suffixes=suffixes), suffixes, strict=True
+        ):
+            loaded: set[int] = set()
+            at = {}
+            for each in suffix:
+                fresh = {i for i in range(4) if found.anchors(each) >> i & 1} - loaded
+                at.update(dict.fromkeys(fresh, each.iteration))
+                loaded |= fresh
+            assert at == {3: 9, 0: 8, 1: 8, 2: 7}
+
+    def test_of_several_who_have_it_the_one_with_the_newest(self) -> None:
+        """Rank 0 captured everything, by turns; rank 1 still selects what it owns, and relies on rank 0."""
+        turns = [image(9, 0b0011), image(8, 0b1100)]
+        owned = [image(9, 0b1101), image(8, 0b1011)]
+        found = selected([EVERY_RANK] * 4, [0, 1, 1, 0], suffixes=[turns, owned])
+        assert [each.sends() for each in found] == [{0, 1, 3}, {2}]
+        assert [found[0].anchors(each) for each in turns] == [0b0111, 0b1000]
+        assert [found[1].anchors(each) for each in owned] == [0b0111, 0b1000]
+
+    def test_where_all_have_everything_in_the_same_snapshots_nothing_is_handed(self) -> None:
+        """Told to be alike and found not to be: each goes on from its own."""
+        turns = [image(9, 0b0011), image(8, 0b1100)]
+        found = selected([EVERY_RANK] * 4, [], suffixes=[turns, turns])
+        assert [each.sends() for each in found] == [frozenset(), frozenset()]
+        assert [each.anchors(turns[0]) for each in found] == [0b0011, 0b0011]
+
+    def test_snapshots_of_other_iterations_are_told(self) -> None:
+        suffixes = [[image(9, 0b1111), image(8, 0b1111)], [image(9, 0b1111), image(7, 0b1111)]]
+        for error in selected([0, 1, 1, 0], [0, 1, 1, 0], suffixes=suffixes):
+            assert "those are of other operators or iterations" in str(error)
 
     def test_what_nobody_recorded_is_told_on_every_rank(self) -> None:
         for error in arranged([0, 1, 1, 1], [0, 1, 1, 0]):

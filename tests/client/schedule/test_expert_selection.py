@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
+from ckptd.client.model.replicated_params import Replicas, ReplicatedParams
 from ckptd.client.options import PartialOptions, SnapshotOptions
 from ckptd.client.schedule.expert_selection import ExpertSelection
 from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import PlanInputs, make_plan
+from ckptd.core.partial_experts import select_by_risk
 from ckptd.core.schedule import Ordering
 
 WINDOW, EXPERTS, LAYERS = 4, 4, 2
@@ -172,3 +177,99 @@ def test_slots_are_large_enough_for_any_selection() -> None:
         max(found[0].layout.image_len for found in run.plan._phases.values() if found is not None)
         <= run.plan.slot_bytes
     )
+
+
+class Replicas4:
+    """Four ranks that hold the same experts: each is given tokens of its own, and selects what it owns."""
+
+    RANKS = (0, 1, 2, 3)
+
+    def __init__(self, window: int, selection: str = "model") -> None:
+        model = nn.ModuleList(Layer() for _ in range(LAYERS))
+        binding = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
+        operators = discover_operators(model, rows_allowed=binding.rows_allowed)
+        sharing = ReplicatedParams(dict.fromkeys(binding.params, Replicas(self.RANKS, None)))
+        of: Any = {"selection": selection, "lost_tokens_limit": None}
+        options = SnapshotOptions(policy="partial", partial=PartialOptions(**of))
+        self.binding = binding
+        self.plans = []
+        for rank in self.RANKS:
+            inputs = PlanInputs(
+                policy="partial",
+                window=window,
+                every=1,
+                budget_bytes=None,
+                available_bytes=None,
+                popularity=None,
+                ordering=Ordering.HARD,
+                compute_dtypes={},
+                identity={"job": "j", "run": "r", "rank": str(rank), "world_size": "4"},
+                scalars_capacity=4096,
+                sharing=sharing,
+                turns=PartialTurns.of(options, operators, rank, 4, sharing),
+            )
+            self.plans.append(make_plan(binding, operators, inputs))
+        self.found = [ExpertSelection(plan, {}) for plan in self.plans]
+        self.given = [{f"{n}.experts": [0.0] * EXPERTS for n in range(LAYERS)} for _ in self.RANKS]
+        self.step = 0
+
+    def snapshot(self) -> list[set[int]]:
+        """By rank, the experts that it captures."""
+        taken = []
+        for rank, (plan, found) in enumerate(zip(self.plans, self.found, strict=True)):
+            layout = plan.phase_plan(self.binding, self.step, found.experts(self.step))
+            assert layout is not None
+            given = {name: torch.tensor(counts) for name, counts in self.given[rank].items()}
+            found.begun(self.step, self.step, layout[0].anchored, given, follows=self.step > 0)
+            found.filled(self.step)
+            assert layout[0].layout.image_len <= plan.slot_bytes
+            taken.append(set(layout[0].anchored & plan.selected_here))
+        self.step += 1
+        return taken
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_each_rank_selects_among_the_experts_that_it_owns(window: int) -> None:
+    """Those with the most of the tokens that this rank was given since it has captured them. What other ranks
+    were given does not count.
+    """
+    ranks = Replicas4(window)
+    owned = [sorted(plan.selected_here) for plan in ranks.plans]
+    experts = [i for i, op in enumerate(ranks.plans[0].operators) if op.expert is not None]
+    assert sorted(itertools.chain(*owned)) == experts, "each has one owner"
+    assert {len(of) for of in owned} == {EXPERTS * LAYERS // 4}
+    longest, rng = ranks.plans[0].policy.window, random.Random(window)
+    last = [dict.fromkeys(of, -1) for of in owned]
+    seen, then = ([dict.fromkeys(of, 0.0) for of in owned] for _ in range(2))
+    for number in range(40):
+        for counts in (counts for of in ranks.given for counts in of.values()):
+            counts[0] += rng.randrange(100)
+            counts[number % EXPERTS] += rng.randrange(20)
+        for rank, (plan, taken) in enumerate(zip(ranks.plans, ranks.snapshot(), strict=True)):
+            if all(at >= 0 for at in last[rank].values()):
+                at_risk = [seen[rank][i] - then[rank][i] for i in owned[rank]]
+                ages = [number - last[rank][i] for i in owned[rank]]
+                rooms = [plan.selected_room(number + ahead) for ahead in range(window)]
+                assert max(ages) <= longest
+                chosen = select_by_risk(at_risk, ages, rooms, longest)
+                assert taken == {owned[rank][place] for place in chosen}
+            for i in owned[rank]:
+                name, index = plan.operators[i].expert or ("", 0)
+                seen[rank][i] = ranks.given[rank][name][index]
+                if i in taken:
+                    last[rank][i], then[rank][i] = number, seen[rank][i]
+
+
+@pytest.mark.parametrize("selection", ["model", "layer"])
+def test_no_expert_is_left_out_by_all_of_its_ranks(selection: str) -> None:
+    ranks = Replicas4(2, selection)
+    taken = []
+    for _ in range(20):
+        for of in ranks.given:
+            of["0.experts"][0] += 50
+        taken.append(ranks.snapshot())
+    longest = ranks.plans[0].policy.window
+    for start in range(len(taken) - longest):
+        for rank, plan in enumerate(ranks.plans):
+            suffix = (each[rank] for each in taken[start : start + longest])
+            assert set().union(*suffix) == plan.selected_here

@@ -59,7 +59,7 @@ def test_a_rank_that_finds_out_while_it_waits_that_only_dense_is_exact_plans_ane
         window = 1 if planner.dense else (window or 3)
         schedule = SimpleNamespace(window=window, phases=())
         return SimpleNamespace(
-            schedule=schedule, operators=(), owners=(), every=1, use_interval=intervals.append
+            schedule=schedule, operators=(), owners=(), selectable=(), every=1, use_interval=intervals.append
         )
 
     assert found.find(0, "no ring yet", changes, make) is None  # the others have not answered

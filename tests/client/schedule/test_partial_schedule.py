@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ckptd.client.model.operators import Operator, ParameterRows
+from ckptd.client.model.replicated_params import Replicas, ReplicatedParams
 from ckptd.client.options import PartialOptions, SnapshotOptions
 from ckptd.client.schedule.partial_schedule import (
     PartialTurns,
@@ -18,6 +20,8 @@ from ckptd.client.schedule.partial_schedule import (
 from ckptd.core.durable_experts import DurableTurns
 from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind, PartialScope
+
+NO_PARTS: set[int] = set()
 
 
 def operators(experts: int, layers: int = 2) -> list[Operator]:
@@ -116,16 +120,55 @@ def test_ranks_with_other_experts_take_turns() -> None:
     assert {len(phase) for phase in other.phases[1:]} == {1}
 
 
-def test_only_experts_that_no_other_rank_has_are_selected() -> None:
-    def selectable(found: PartialTurns, owners: list[int] | None = None) -> int:
-        return len(found.selectable(found.operators, owners or []))
+def test_only_experts_of_which_one_rank_decides_are_selected() -> None:
+    """No other rank has them, or the ranks that have them share them."""
+
+    def selectable(found: PartialTurns, owners: list[int] | None = None, parts: set[int] = NO_PARTS) -> int:
+        return len(found.selectable(found.operators, owners or [], parts))
 
     assert selectable(turns(4)) == 0
     assert selectable(turns(4, selection="model")) == 8
     assert selectable(turns(4, world_size=2, selection="model")) == 0
     assert selectable(turns(4, world_size=2, selection="model", num_experts=8)) == 8
     assert selectable(turns(4, world_size=4, selection="model", num_experts=8)) == 0
-    assert selectable(turns(4, selection="model"), [-1, 0, 1, *[-1] * 6]) == 6
+    shared = turns(4, world_size=4, selection="model", num_experts=8)
+    assert selectable(shared, [-1, 0, 1, *[-1] * 6]) == 2
+    assert selectable(shared, [0, 0, 1, 0, 1, 0, 1, 0, 1]) == 8
+    assert selectable(shared, [0, 0, 1, 0, 1, 0, 1, 0, 1], {2, 3}) == 6
+    assert selectable(turns(4, world_size=4), [0, 0, 1, 0, 1, 0, 1, 0, 1]) == 0
+
+
+def test_an_expert_of_several_operators_takes_turns() -> None:
+    """They may have several owners."""
+    whole = operators(2, layers=1)
+    cut = [*whole[:2], replace(whole[1], name="0.0/1"), whole[2]]
+    assert turns(2, world_size=2, selection="model").selectable(cut, [0, 0, 1, 1]) == {3}
+
+
+@pytest.mark.parametrize(
+    ("groups", "places"),
+    [
+        ([(0, 2), (1, 3)], [0, 1, 0, 1]),  # replicas are far from each other
+        ([(0, 1), (2, 3)], [0, 0, 1, 1]),  # replicas have consecutive numbers
+        ([(4, 6), (5, 7)], [4, 5, 4, 5]),  # of a second stage: places count modulo those of the layer
+    ],
+)
+def test_replicas_take_the_same_turns(groups: list[tuple[int, ...]], places: list[int]) -> None:
+    parts = operators(2)
+    names = [op.name for op in parts if op.expert is not None]
+    first = min(rank for ranks in groups for rank in ranks)
+    found = {}
+    for ranks in groups:
+        sharing = ReplicatedParams(dict.fromkeys(names, Replicas(ranks, None)))
+        for rank in ranks:
+            of = PartialTurns.of(options(num_experts=4), parts, rank, 4, sharing)
+            assert of is not None
+            found[rank] = of
+    assert [found[first + n].rank for n in range(4)] == places
+    planned_by = {rank: planned(of, None, window=4).phases for rank, of in found.items()}
+    for one, other in groups:
+        assert planned_by[one] == planned_by[other]
+    assert planned_by[groups[0][0]] != planned_by[groups[1][0]]
 
 
 def test_durable_checkpoints_store_whole_parts_of_the_experts_and_say_so() -> None:

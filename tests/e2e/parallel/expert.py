@@ -256,6 +256,25 @@ def with_replicas(seed: int) -> Job:
     return job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3), body, replicated=told)
 
 
+@CASES.case(ranks=4)
+def uneven_replicas(seed: int) -> Job:
+    """The same, and the first of a rank's experts is given most of its tokens. Each rank keeps, in a buffer
+    of each layer, how many tokens its experts were given in the last step.
+    """
+    job = with_replicas(seed)
+    for moe in job.model.moes:  # type: ignore[union-attr]
+        # Every rank needs some: without any, its part of the exchange has no backward.
+        favoured = torch.tensor([0.7, 0.0]).repeat(moe.gate.out_features // LOCAL)
+        moe.gate.register_forward_hook(lambda _gate, _inputs, scores, favoured=favoured: scores + favoured)
+        moe.register_buffer("load", torch.zeros(LOCAL), persistent=False)
+
+        def count(_experts: Any, inputs: tuple[Tensor, Tensor], load: Tensor = moe.load) -> None:
+            load.copy_(torch.bincount(inputs[1], minlength=LOCAL))
+
+        moe.experts.register_forward_pre_hook(count)
+    return job
+
+
 @CASES.case()
 def uneven_told(seed: int) -> Job:
     """The ranks' schedules differ, so they cannot share: each captures all of what both have."""
