@@ -779,6 +779,11 @@ def _how_to_take(outlook: PolicyOutlook, rank: RankShape) -> str:
     if outlook.choice.parts and not rank.num_experts:
         share = f"{outlook.choice.parts} / {outlook.choice.window}"
         text += f"\nwith PartialOptions(persist_experts=) of {share} of a layer's experts"
+    if outlook.choice.policy == "selected" and rank.expert_ranks > 1:
+        text += (
+            f"\nand, unless wrappers declare it, which {rank.expert_ranks} ranks hold the same experts:\n    "
+            "layout=LayoutOptions(replicated={'*.experts.*': group})"
+        )
     if found := settings(outlook):
         values = " ".join(f"CKPTD_{name.upper()}={value}" for name, value in found.items())
         text += f"\nand start the daemons with\n    {values}"

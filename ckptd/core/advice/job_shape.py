@@ -187,8 +187,9 @@ class RankShape:
         compute: of each operator, the parameters that compute, for each token of the rank. Only their ratio
             counts.
         num_experts: of a whole layer, and ``experts_here``, how many of them the rank has; 0: not known.
-        selectable: it is certain that no other rank has one of its experts, so the policy "selected" chooses
-            among them.
+        selectable: one rank decides of each of its experts, so the policy "selected" chooses among them.
+        expert_ranks: ranks that hold the same experts. Each is captured whole by one of them; ``operators``
+            have the mean.
     """
 
     operators: tuple[OperatorCost, ...]
@@ -196,6 +197,7 @@ class RankShape:
     num_experts: int = 0
     experts_here: int = 0
     selectable: bool = False
+    expert_ranks: int = 1
 
     @property
     def dense_bytes(self) -> int:
@@ -223,7 +225,8 @@ def rank_shape(model: ModelShape, layout: Layout, precision: Precision) -> RankS
         tuple(compute for _, compute in found),
         model.experts,
         model.experts // layout.expert_ranks,
-        model.experts > 0 and layout.gpus == layout.expert_ranks,
+        model.experts > 0,
+        replicas // layout.expert_ranks,
     )
 
 

@@ -297,26 +297,43 @@ def partial_outlook(
 def selected_outlook(rank: RankShape, conditions: Conditions, window: int, every: int = 1) -> PolicyOutlook:
     """The costs of partial snapshots of as many experts as `partial_outlook`'s, those that have the most
     tokens at risk. A failure loses fewer updates the more the popularity of experts differs; the ring holds
-    two windows.
+    two windows. If several ranks hold the same experts, each selects among those that it owns, and captures
+    them whole: snapshots have one at least, and its experts may all have been in one before a window ends.
 
     Raises:
         ValueError: the rank has no experts.
     """
-    layers = Counter(op.layer for op in rank.operators if op.kind is OperatorKind.EXPERT)
-    experts = rank.num_experts or max(layers.values(), default=0)
-    older = iterations_at_risk(experts, conditions.skew, window) if experts else 0.0
+    here = [op for op in rank.operators if op.kind is OperatorKind.EXPERT]
+    experts = rank.num_experts or max(Counter(op.layer for op in here).values(), default=0)
+    until_all, part_bytes, ranks = window, 0, rank.expert_ranks
+    if here and ranks > 1:
+        at_once = math.ceil(math.ceil(len(here) / window) / ranks)
+        part_bytes = at_once * ranks * max(op.anchor_bytes for op in here)
+        until_all = min(window, math.ceil(math.ceil(len(here) / ranks) / at_once))
+    older = iterations_at_risk(experts, conditions.skew, until_all) if experts else 0.0
     choice = Choice("selected", window, every)
-    return _partial_outlook(rank, conditions, choice, older=older, slots=2 * window + 2)
+    return _partial_outlook(
+        rank, conditions, choice, older=older, slots=2 * window + 2, part_bytes=part_bytes
+    )
 
 
 def _partial_outlook(
-    rank: RankShape, conditions: Conditions, choice: Choice, *, older: float, slots: int
+    rank: RankShape,
+    conditions: Conditions,
+    choice: Choice,
+    *,
+    older: float,
+    slots: int,
+    part_bytes: int = 0,
 ) -> PolicyOutlook:
-    """``older``: the snapshots since an expert was in one, on average over the tokens."""
+    """``older``: the snapshots since an expert was in one, on average over the tokens. ``part_bytes``: of the
+    experts in a snapshot, if they are more than those of a window in equal parts.
+    """
     experts = sum(op.anchor_bytes for op in rank.operators if op.kind is OperatorKind.EXPERT)
     if not experts:
         raise ValueError("partial snapshots leave experts out, and this rank has none")
-    dense_bytes, part_bytes = rank.dense_bytes - experts, math.ceil(experts / choice.window)
+    dense_bytes, even_bytes = rank.dense_bytes - experts, math.ceil(experts / choice.window)
+    part_bytes = max(part_bytes, even_bytes)
     stored_bytes = dense_bytes + part_bytes * choice.parts if choice.parts else rank.dense_bytes
     found = _outlook(
         choice,

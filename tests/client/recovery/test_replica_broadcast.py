@@ -48,7 +48,7 @@ def arranged(*owners: list[int], sharing: list[ReplicatedParams] | None = None) 
 
 def image(iteration: int, anchors: int) -> SnapshotImage:
     """A snapshot of which nothing but this is known yet."""
-    memory = HostMemory(memoryview(b""))
+    memory = HostMemory(memoryview(bytearray(1)))
     return SnapshotImage(iteration, lambda: pytest.fail("it has not arrived"), memory, 0, anchors=anchors)
 
 

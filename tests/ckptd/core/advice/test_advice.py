@@ -25,12 +25,14 @@ from ckptd.core.advice.outlook import (
     Conditions,
     PolicyOutlook,
     dense_outlook,
+    partial_outlook,
     persisting,
+    selected_outlook,
     window_outlook,
 )
 from ckptd.core.durable_experts import turns_of
 from ckptd.core.interval_control import IntervalRule
-from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
+from ckptd.core.partial_experts import LOST_TOKENS_LIMIT, iterations_at_risk
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 from tests.ckptd.core.advice.test_node_losses import taken
 from tests.ckptd.core.advice.test_outlook import MIXED, ages
@@ -214,17 +216,30 @@ def test_replicas_are_as_many_as_losses_are_worth() -> None:
     assert replicas(1e4, replace(conditions, network_Bps=1100.0)) == 1
 
 
-def test_selected_is_rated_where_no_other_rank_has_the_experts() -> None:
-    """With even tokens it loses what turns lose, with uneven ones less, and its ring is larger."""
-    assert [each.choice.policy for each in advise(QWEN, CONDITIONS).lossy] == ["partial"]
+def test_selected_loses_less_than_turns_where_tokens_are_uneven() -> None:
+    """With even tokens it loses what turns lose; its ring is larger."""
     alone = rank_shape(MODELS["qwen3-30b-a3b"], Layout(16, 1, 16), PRECISIONS["bf16-mixed"])
-    assert alone.selectable
+    assert (alone.selectable, alone.expert_ranks) == (True, 1)
     even = {each.choice.policy: each for each in advise(alone, CONDITIONS).lossy}
     assert even["partial"].lost_share == even["selected"].lost_share
     uneven = {each.choice.policy: each for each in advise(alone, replace(CONDITIONS, skew=0.1)).lossy}
     assert uneven["partial"] == even["partial"]
     assert uneven["selected"].lost_share < 0.6 * even["selected"].lost_share
     assert uneven["selected"].memory_bytes > uneven["partial"].memory_bytes
+
+
+def test_ranks_that_hold_the_same_experts_capture_whole_ones() -> None:
+    """48 layers of 8 experts, which 16 ranks share: each owns 24, and captures one at least."""
+    conditions = replace(CONDITIONS, skew=0.1)
+    shared = rank_shape(MODELS["qwen3-30b-a3b"], Layout(256, 1, 16), PRECISIONS["bf16-mixed"])
+    assert (shared.selectable, shared.expert_ranks, shared.experts_here) == (True, 16, 8)
+    (expert,) = {op.anchor_bytes for op in shared.operators if op.kind is OperatorKind.EXPERT}
+    dense = shared.dense_bytes - 48 * 8 * expert
+    for window, at_once, until_all in ((4, 6, 4), (8, 3, 8), (24, 1, 24), (48, 1, 24)):
+        found = selected_outlook(shared, conditions, window)
+        assert found.snapshot_bytes == dense + at_once * 16 * expert
+        assert found.older_iterations == iterations_at_risk(128, 0.1, until_all)
+        assert partial_outlook(shared, conditions, window).snapshot_bytes <= found.snapshot_bytes
 
 
 def test_selected_takes_a_window_in_which_turns_lose_too_much() -> None:
@@ -389,12 +404,13 @@ def test_curves_are_what_is_advised_at_each_point(
     conditions = Conditions(1.0, 600.0, 20e9, 12e9, storage_Bps=storage_Bps, loss_mtbf_s=loss_mtbf_s)
     mtbfs_s = (60.0, 600.0, 5000.0, 86400.0)
     curves = {c.name: c for c in ettr_curves(QWEN, conditions, mtbfs_s, memory_bytes=memory_bytes)}
-    assert [name for name, curve in curves.items() if not curve.exact] == ["partial"]
+    assert [name for name, curve in curves.items() if not curve.exact] == ["partial", "selected"]
     for n, mtbf_s in enumerate(mtbfs_s):
         found = advise(QWEN, replace(conditions, mtbf_s=mtbf_s), memory_bytes=memory_bytes)
         assert found.best is not None
         assert curves["sliding"].points[n] == found.best
-        assert [curves["partial"].points[n]] == list(found.lossy)
+        lossy = [curves[name].points[n] for name in ("partial", "selected")]
+        assert sorted(map(repr, filter(None, lossy))) == sorted(map(repr, found.lossy))
         others = {name: each for names, each in found.others for name in names.split(", ")}
         assert curves["aligned"].points[n] == others.get("aligned")
         for name in ("CheckFreq's interval", "Gemini's interval", "Young and Daly's interval"):
