@@ -585,19 +585,23 @@ def needed_memory(
     sharing: ReplicatedParams,
 ) -> MemoryNeed:
     """The least memory that protects this rank, and its derivation; the daemon checks it at the attach."""
-    costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}, scope_of(options)))
+    whole = operator_costs(binding, operators, {}, scope_of(options))
+    costs = sharing.mean_costs(operators, whole)
     anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
     windows = [1] if options.dense else [options.window or 0]
     if windows == [0]:
         windows = list(range(1, MAX_WINDOW + 1))
-    # Selected experts may be as old as two windows.
-    of_experts = options.of_experts
-    rings = 2 if of_experts is not None and of_experts.selection != "turns" else 1
+    of_experts, rings, least = options.of_experts, 1, 0
+    if of_experts is not None and of_experts.selection != "turns":
+        # Selected experts may be as old as two windows, and those that ranks share are captured whole.
+        shared = {i for _, experts in sharing.experts(operators) for i in experts}
+        rings = 2
+        least = max((whole[i].anchor_bytes - whole[i].compute_bytes for i in shared), default=0)
     always = _MIN_SCALARS
     if options.to_peers == "gradients":
         held = (tensor for _, tensor in binding.named_held() if computable(tensor))
         always += sum(tensor.numel() * tensor.element_size() for tensor in held)
-    sizes = {w: (rings * w + 2) * (compute + (anchor - compute) // w + always) for w in windows}
+    sizes = {w: (rings * w + 2) * (compute + max((anchor - compute) // w, least) + always) for w in windows}
     best = min(sizes, key=lambda w: sizes[w])
     slots = rings * best + 2
     text = f"{slots} slots of {sizes[best] // slots} bytes for a window of {best}"

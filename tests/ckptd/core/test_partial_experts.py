@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -234,6 +235,58 @@ class TestShares:
         for phase, told in enumerate(plan.phase_bytes):
             turns = Counter(o for o, turn in zip(owners, phases, strict=True) if turn == phase)
             assert told - (always + (whole - few) * max(turns.values())) in (0, 1)  # sums of fractions
+
+
+def played(skew: float, apart: float, by: str) -> float:
+    """Iterations of all tokens that a failure loses on average, of 12 layers of 8 experts that four ranks share.
+
+    Args:
+        apart: how much the popularity of an expert differs from rank to rank: the deviation of its logarithm.
+        by: which experts a snapshot has: those whose turn it is (``turns``), or those with the most tokens of
+            their owner (``owner``) or of all ranks together (``all``).
+    """
+    ranks, window, drawn, length = 4, 8, 1000, 160
+    experts = [(f"layer {n}", i) for n in range(12) for i in range(8)]
+    phases = rotation(experts, window)
+    owners = np.array(share_experts(experts, [1] * 96, phases, range(ranks)))
+    owned = [np.flatnonzero(owners == rank) for rank in range(ranks)]
+    turns = [[i for i, turn in enumerate(phases) if turn == phase] for phase in range(window)]
+    room = [rooms([[i for i in t if owners[i] == r] for t in turns], owned[r].tolist()) for r in range(ranks)]
+    rng = np.random.default_rng(1)
+    popular = np.stack([rng.permutation(popularity(8, skew)) for _ in range(12)])
+    shares = popular * np.exp(apart * rng.standard_normal((ranks, 12, 8)))
+    shares /= shares.sum(-1, keepdims=True)
+    given, captured, seen = (np.zeros((ranks, 96)) for _ in range(3))
+    last, lost = np.array(phases) - window, 0.0
+    for n in range(length):
+        given += rng.multinomial(drawn, shares).reshape(ranks, 96)
+        chosen = turns[n % window]
+        if by != "turns":
+            at_risk = seen - captured
+            counts = at_risk if by == "owner" else np.broadcast_to(at_risk.sum(0), at_risk.shape)
+            found = []
+            for rank, of in enumerate(owned):
+                following = np.roll(room[rank], -(n % window)).tolist()
+                some = select_by_risk(counts[rank, of], n - last[of], following, 2 * window)
+                found += of[some].tolist()
+            chosen = found
+        captured[:, chosen], last[chosen], seen = given[:, chosen], n, given.copy()
+        lost += (given - captured).sum() / (ranks * 12 * drawn) * (n >= 2 * window)
+    return lost / (length - 2 * window)
+
+
+class TestSamples:
+    """An owner counts its own tokens: a part of those for which its experts compute."""
+
+    def test_they_serve_as_well_as_all_counts_where_ranks_see_the_same_on_average(self) -> None:
+        owner = played(0.25, 0.0, "owner")
+        assert owner == pytest.approx(played(0.25, 0.0, "all"), rel=0.02)
+        assert owner < 0.7 * played(0.25, 0.0, "turns")
+
+    def test_where_ranks_see_other_data_they_serve_less(self) -> None:
+        """With even tokens of all ranks together even less than turns."""
+        assert 1.05 * played(0.25, 0.7, "all") < played(0.25, 0.7, "owner") < 0.8 * played(0.25, 0.7, "turns")
+        assert played(0.0, 0.7, "owner") > 1.1 * played(0.0, 0.7, "turns")
 
 
 class TestLoss:

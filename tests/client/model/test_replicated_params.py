@@ -32,7 +32,7 @@ from ckptd.client.model.snapshot_layout import parse_entry_name
 from ckptd.client.options import SnapshotOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.schedule.partial_schedule import PartialTurns
-from ckptd.client.schedule.planner import PlanInputs, make_plan, most_pieces
+from ckptd.client.schedule.planner import PlanInputs, make_plan, most_pieces, needed_memory
 from ckptd.client.schedule.schedule_change import table_digest
 from ckptd.client.schedule.snapshot_plan import (
     SnapshotPlan,
@@ -404,6 +404,19 @@ class TestPlans:
             sizes = [each[0].layout.image_len for each in built if each is not None]
             assert max(sizes) <= plan.slot_bytes <= 1.1 * max(sizes) + 70_000
             assert plan.num_slots == 2 * 2 + 2
+
+    def test_the_least_memory_has_room_for_whole_experts(self) -> None:
+        """One in each of ten slots, though four snapshots of two ranks have place for each twice."""
+        binding = bound(Net(width=64))
+        operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
+        options, sharing = SnapshotOptions(policy="selected", window=4), sharing_of(binding)
+        need = needed_memory(binding, operators, options, sharing)
+        plan = selecting(binding, sharing, 0, window=4)
+        assert need.size_bytes <= plan.num_slots * plan.slot_bytes
+        whole = operator_costs(binding, operators, {})
+        (expert,) = {c.anchor_bytes for c in whole if c.kind is OperatorKind.EXPERT}
+        turns = needed_memory(binding, operators, SnapshotOptions(policy="partial", window=4), sharing)
+        assert need.size_bytes == pytest.approx(10 * (turns.size_bytes / 6 + expert / 2), rel=0.01)
 
     def test_whoever_captures_all_lets_experts_take_turns(self) -> None:
         """Others may rely on it, or keep their own: both need all of them in the same snapshots."""
