@@ -45,6 +45,7 @@ __all__ = [
     "rotation",
     "select_by_risk",
     "share_experts",
+    "turns_of_owners",
     "window_for",
     "window_within",
 ]
@@ -128,21 +129,22 @@ def plan_partial(
             operator both sizes are those of an anchor.
         fixed_bytes: the bytes of every snapshot besides operators.
         budget_bytes: the bytes that can be copied per snapshot; None for no limit.
-        whole: numbers of ranks, and the experts that these share, so that one of them captures each whole;
-            their costs are the mean over the ranks. The sizes are those of the rank with the most.
+        whole: numbers of ranks, and the experts that these share, so that one of them selects each and
+            captures it whole; their costs are the mean over the ranks. Whatever their phases are, a snapshot
+            has as many as any (`turns_of_owners`, `rooms`). The sizes are those of the rank with the most.
     """
     members: list[list[int]] = [[] for _ in range(window)]
     for i, phase in enumerate(phases):
         members[phase].append(i)
-    always = [float(cost.compute_bytes) for cost in costs]
-    extra = [float(cost.anchor_bytes - cost.compute_bytes) for cost in costs]
+    floor = fixed_bytes + sum(cost.compute_bytes for cost in costs)
+    extra = [cost.anchor_bytes - cost.compute_bytes for cost in costs]
+    filled = 0.0
     for ranks, experts in whole:
-        turns = Counter(phases[i] for i in experts)
-        for i in experts:
-            always[i] *= _most_of(len(experts), ranks)
-            extra[i] *= _most_of(turns[phases[i]], ranks)
-    floor = fixed_bytes + math.ceil(sum(always))
-    sizes = [floor + math.ceil(sum(extra[i] for i in phase)) for phase in members]
+        owned = -(-len(experts) // ranks)
+        floor += math.ceil(sum(costs[i].compute_bytes for i in experts) * (owned * ranks / len(experts) - 1))
+        filled += sum(extra[i] for i in experts) * -(-owned // window) * ranks / len(experts)
+        extra = [0 if i in experts else each for i, each in enumerate(extra)]
+    sizes = [floor + math.ceil(filled) + sum(extra[i] for i in phase) for phase in members]
     peak = max(sizes)
     fits = budget_bytes is None or peak <= budget_bytes
     compared = "" if budget_bytes is None else f", {'fits' if fits else 'does not fit'} {budget_bytes:,}"
@@ -159,11 +161,6 @@ def plan_partial(
         reason=f"each expert in one of {window} snapshots: the largest has {peak:,} bytes{compared}",
         policy=PolicyKind.PARTIAL,
     )
-
-
-def _most_of(number: int, ranks: int) -> float:
-    """What the rank has to which most of ``number`` fall, in parts of the mean."""
-    return ranks * -(-number // ranks) / number
 
 
 # -- what is lost ----------------------------------------------------------------------------------
@@ -271,10 +268,9 @@ def share_experts(
 ) -> list[int]:
     """Of ranks that hold the same experts, the one that captures each.
 
-    Each rank computes the same. In each phase the ranks have as many experts as each other, up to one, so
-    their snapshots are of one size; over all phases, as many bytes as possible. Of experts of one size they
-    have as many as each other over all phases, too, up to one. The experts of a layer are spread over the
-    ranks, so that each selects among experts of all layers.
+    Each rank computes the same. In each phase the ranks have as many experts as each other, up to one; over
+    all phases, as many bytes as possible, and of experts of one size as many, up to one. The experts of a
+    layer are spread over the ranks, so that each selects among experts of all layers.
 
     Args:
         experts: container and index of each; equal ones are parts of one expert, and stay together.
@@ -300,6 +296,30 @@ def share_experts(
         in_all[chosen] += size[expert]
         for i in parts[expert]:
             found[i] = chosen
+    return found
+
+
+def turns_of_owners(
+    phases: Sequence[int], owners: Sequence[int], shared: Sequence[Collection[int]], window: int
+) -> list[int]:
+    """Other phases for experts that several ranks hold: each owner has as many in each, up to one.
+
+    Owners outlive windows. Those that were dealt for one may have many of another one's experts in one phase.
+
+    Args:
+        phases: of each operator.
+        owners: of each operator; negative: each rank captures its own.
+        shared: the experts of each group of ranks. All of its members compute the same.
+    """
+    found = list(phases)
+    for experts in shared:
+        owned: dict[int, list[int]] = {}
+        for i in sorted(experts, key=lambda i: (phases[i], i)):
+            owned.setdefault(owners[i], []).append(i)
+        owned.pop(-1, None)
+        for number, owner in enumerate(sorted(owned)):
+            for place, i in enumerate(owned[owner]):
+                found[i] = (place * window // len(owned[owner]) + number) % window
     return found
 
 

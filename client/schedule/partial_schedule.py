@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
@@ -19,6 +19,7 @@ from ckptd.core.partial_experts import (
     experts_of_layers,
     plan_partial,
     rotation,
+    turns_of_owners,
     window_for,
     window_within,
 )
@@ -198,6 +199,17 @@ class PartialTurns:
             if schedule.fits:
                 break
         return schedule
+
+    def of_owners(
+        self, schedule: Schedule, owners: Sequence[int], shared: Sequence[Collection[int]]
+    ) -> Schedule:
+        """The same with turns of experts that several ranks hold by their owners, as `turns_of_owners`."""
+        if not owners:
+            return schedule
+        phases: list[list[int]] = [[] for _ in range(schedule.window)]
+        for i, phase in enumerate(turns_of_owners(schedule.phase_of, owners, shared, schedule.window)):
+            phases[phase].append(i)
+        return replace(schedule, phases=tuple(map(tuple, phases)))
 
     def selectable(
         self, operators: Sequence[Operator], owners: Sequence[int], parts: Collection[int] = ()

@@ -230,6 +230,7 @@ def _plan_once(
         # Only this rank may have found the cause (state of its own experts): what other ranks
         # anchor with it stays in its phases.
         schedule = schedule_of(costs, before.schedule.phases, fixed, inputs.policy)
+        selects = False
     plan = SnapshotPlan(
         parts,
         costs,
@@ -251,6 +252,9 @@ def _plan_once(
         plan.owners = _owners_as_before(before, parts)
     if inputs.turns is not None:
         plan.selection = inputs.turns.selection
+        if selects:
+            shared = [experts for _, experts in sharing.experts(parts)]
+            plan.schedule = inputs.turns.of_owners(schedule, plan.owners, shared)
         plan.selectable = inputs.turns.selectable(parts, plan.owners, _parts_of_experts(binding, parts))
     plan.measure_slots(binding)
     return plan

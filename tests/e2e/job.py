@@ -248,6 +248,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=0,
         help="die so many steps after the interval of snapshots has changed",
     )
+    parser.add_argument(
+        "--kill-after-new-policy",
+        type=int,
+        default=0,
+        help="die so many steps after experts are selected by tokens at risk",
+    )
     parser.add_argument("--until-window", type=int, default=0, help="leave the loop at this window")
     parser.add_argument("--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then")
     parser.add_argument("--tear-at", type=int, default=-1, help="record something wrong in that snapshot")
@@ -344,6 +350,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             steps_since_change += window != first_window
             if steps_since_change > last_change:
                 time.sleep(_TOLD_S)
+                os.kill(os.getpid(), signal.SIGKILL)
+        if args.kill_after_new_policy:
+            steps_since_change += ckpt.stats()["selectable_experts"] > 0
+            if steps_since_change > args.kill_after_new_policy:
                 os.kill(os.getpid(), signal.SIGKILL)
         if step == args.linger_at:
             time.sleep(_LINGER_S)

@@ -317,16 +317,19 @@ def test_of_ranks_that_hold_an_expert_its_owner_selects_it(jobs: Jobs, selection
 
 
 @pytest.mark.slow
-def test_windows_grow_as_far_as_the_limit_allows_on_one_rank_and_on_several(jobs: Jobs) -> None:
+@pytest.mark.parametrize("policy", ["partial", pytest.param("selected", marks=long)])
+def test_windows_grow_as_far_as_the_limit_allows_on_one_rank_and_on_several(jobs: Jobs, policy: str) -> None:
     """With K = 1 of 4 experts: a window of 2 from iteration 14 on, one of 4 from 40 on."""
-    options = [*partial_options(lost_tokens_limit=0.0375), "--until-window", str(EXPERTS), "--step-ms", "5"]
-    alone = jobs.run("plain", *options, "--run", "grows", "--total", "4000")
+    limited = partial_options(lost_tokens_limit=0.0375, policy=policy)
+    options = [*limited, "--until-window", str(EXPERTS), "--step-ms", "5"]
+    alone = jobs.run("plain", *options, "--run", f"grows-{policy}", "--total", "4000")
     assert jobs.report(alone)["window"] == EXPERTS
-    outs = Ranks(jobs, "grow", *options, case="plain", total=4000).end()
+    outs = Ranks(jobs, f"grow-{policy}", *options, case="plain", total=4000).end()
     for out in outs:
         report = jobs.report(out)
         assert report["window"] == EXPERTS, jobs.log(out)
         assert report["switches"] == 2
+        assert report["selectable_experts"] == (EXPERTS * LAYERS if policy == "selected" else 0)
 
 
 @pytest.mark.slow
@@ -394,6 +397,26 @@ def test_several_ranks_change_their_policy_together(jobs: Jobs) -> None:
         jobs.log(out).count("the script asks for partial snapshots, and they are sliding") for out in outs
     ]
     assert told == [1, 0], after.logs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [pytest.param("sliding", marks=long), pytest.param("partial", marks=long)])
+def test_owners_of_another_policy_select(jobs: Jobs, policy: str) -> None:
+    """They stay when a run changes to selected experts, and a recovery takes each expert from its owner."""
+    run = f"from-{policy}"
+    before = partial_options() if policy == "partial" else ["--set", 'policy="sliding"', "--set", "window=3"]
+    Ranks(jobs, run, *before, case="plain", killed=1, total=20).end_by_the_death_of(1)
+    selected = [*partial_options(policy="selected"), "--step-ms", "5"]
+    changes = Ranks(
+        jobs, run, *selected, "--seed", "7", "--kill-after-new-policy", "30", case="plain", total=4000
+    )
+    changes.end_by_the_death_of(1)
+    outs = Ranks(jobs, run, *selected, "--seed", "8", "--until-window", "1", case="plain", total=4000).end()
+    reports = [jobs.report(out) for out in outs]
+    assert [report["selectable_experts"] for report in reports] == [EXPERTS * LAYERS] * 2, changes.logs
+    assert reports[0]["lost"]["iterations"] == reports[1]["lost"]["iterations"] != {}
+    one, other = (torch.load(out, weights_only=False) for out in outs)
+    assert all(same_values(one[key], other[key]) for key in one if key.startswith(("param/", "optim/")))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from ckptd.core.partial_experts import (
     rotation,
     select_by_risk,
     share_experts,
+    turns_of_owners,
     window_for,
     window_within,
 )
@@ -215,26 +216,47 @@ class TestShares:
         assert owners[::2] == owners[1::2]
         assert Counter(owners) == {0: 4, 1: 4}
 
+    @given(st.integers(1, 5), st.integers(1, 6), st.integers(2, 6), st.integers(1, 24), st.integers(1, 24))
+    def test_owners_have_even_turns_in_a_window_for_which_they_were_not_dealt(
+        self, layers: int, local: int, replicas: int, window: int, dealt: int
+    ) -> None:
+        experts = [(f"layer {n}", i) for n in range(layers) for i in range(local)]
+        numbers, total = range(len(experts)), 4 * local
+        first = rotation(experts, min(dealt, total), num_experts=total)
+        owners = share_experts(experts, [1] * len(experts), first, range(replicas))
+        window = min(window, total)
+        phases = rotation(experts, window, num_experts=total)
+        turns = turns_of_owners([*phases, 0], [*owners, 0], [numbers], window)
+        assert turns.pop() == 0, "what is no expert"
+        assert {*turns} <= set(range(window))
+        for owner in range(replicas):
+            mine = Counter(turn for turn, of in zip(turns, owners, strict=True) if of == owner)
+            each = [mine[phase] for phase in range(window)]
+            assert max(each) - min(each) <= 1
+        assert turns_of_owners(phases, [-1] * len(experts), [numbers], window) == phases
+
     @given(st.integers(1, 4), st.integers(1, 6), st.integers(2, 5), st.integers(1, 12), st.integers(0, 40))
     def test_plans_have_the_bytes_of_the_rank_with_the_most(
         self, layers: int, local: int, replicas: int, window: int, otherwise: int
     ) -> None:
         experts = [(f"layer {n}", i) for n in range(layers) for i in range(local)]
-        phases = rotation(experts, min(window, local))
+        window = min(window, local)
+        phases = rotation(experts, window)
         whole, few = 60 * replicas, otherwise * replicas  # bytes of an expert, and while it is not selected
         plan = plan_partial(
             [OperatorCost(f"{e}", OperatorKind.EXPERT, 60, otherwise) for e in experts],
             phases,
-            max(phases) + 1,
+            window,
             fixed_bytes=7,
             budget_bytes=None,
             whole=[(replicas, range(len(experts)))],
         )
         owners = share_experts(experts, [1] * len(experts), phases, range(replicas))
+        turns = turns_of_owners(phases, owners, [range(len(experts))], window)
+        most = max(Counter(zip(owners, turns, strict=True)).values())
         always = 7 + few * max(Counter(owners).values())
-        for phase, told in enumerate(plan.phase_bytes):
-            turns = Counter(o for o, turn in zip(owners, phases, strict=True) if turn == phase)
-            assert told - (always + (whole - few) * max(turns.values())) in (0, 1)  # sums of fractions
+        for told in plan.phase_bytes:
+            assert told - (always + (whole - few) * most) in (0, 1, 2)  # fractions are rounded up
 
 
 def played(skew: float, apart: float, by: str) -> float:

@@ -405,6 +405,18 @@ class TestPlans:
             assert max(sizes) <= plan.slot_bytes <= 1.1 * max(sizes) + 70_000
             assert plan.num_slots == 2 * 2 + 2
 
+    def test_a_longer_window_has_fewer_experts_in_a_snapshot(self) -> None:
+        """Owners stay, and of the two experts of each one has its turn in each snapshot."""
+        binding = bound(Net(width=128))
+        sharing = sharing_of(binding)
+        first = [selecting(binding, sharing, rank, window=1) for rank in range(2)]
+        longer = [selecting(binding, sharing, r, window=2, before=p) for r, p in enumerate(first)]
+        for before, plan in zip(first, longer, strict=True):
+            assert plan.owners == before.owners
+            assert (before.selected_room(0), plan.selected_room(0), plan.selected_room(1)) == (2, 1, 1)
+            assert plan.slot_bytes < before.slot_bytes
+        assert longer[0].schedule.phases == longer[1].schedule.phases
+
     def test_the_least_memory_has_room_for_whole_experts(self) -> None:
         """One in each of ten slots, though four snapshots of two ranks have place for each twice."""
         binding = bound(Net(width=64))
