@@ -24,9 +24,10 @@ from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywor
 __all__ = ["checkpointer"]
 
 _REFUSED = {
-    "DEEPSPEED": "this integration cannot see what its engine keeps; pass the prepared model, which is the engine, to "
-    "ckptd.client.frameworks.deepspeed.checkpointer",
-    "MEGATRON_LM": "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or DDP",
+    "DEEPSPEED": "this integration cannot see what its engine keeps; pass the prepared model, which is the "
+    "engine, to ckptd.client.frameworks.deepspeed.checkpointer",
+    "MEGATRON_LM": "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or "
+    "DDP",
 }
 
 

@@ -1,8 +1,8 @@
 """Integration with DeepSpeed: ``ckpt = checkpointer(engine, ...)`` in your own training loop.
 
 DeepSpeed's ZeRO optimizer (stages 1 and 2) is not a torch optimizer: it is around one, which updates this
-data-parallel rank's parts of flat fp32 copies of the parameters. ckptd captures what the torch optimizer updates,
-the model's weights, and the engine's counters.
+data-parallel rank's parts of flat fp32 copies of the parameters. ckptd captures what the torch optimizer
+updates, the model's weights, and the engine's counters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["checkpointer"]
 _LARGEST_STAGE = 2
 # Of an engine's configuration: what then computes steps, or holds state, in places that hooks cannot see.
 _REFUSED = {
-    "zero_cpu_offload": "offload_optimizer keeps the optimizer's state in host memory that DeepSpeed updates itself",
+    "zero_cpu_offload": "offload_optimizer keeps state in host memory that DeepSpeed updates itself",
     "zero_offload_param": "offload_param moves weights to host memory or disks",
     "random_ltd_enabled": "random_ltd draws which tokens it leaves out",
 }
@@ -56,9 +56,9 @@ def checkpointer(
     """Create a ``Checkpointer`` for what ``deepspeed.initialize`` returned; loop over its ``steps``.
 
     An iteration of ``steps`` has all micro-batches of an update: ``gradient_accumulation_steps`` calls of
-    ``engine.backward`` and ``engine.step``. The learning-rate scheduler, the loss scaler and the engine's counters
-    are captured, too. What data-parallel ranks hold alike is captured by one of them. With ZeRO each snapshot is
-    dense, since a rank's part of the flat parameters belongs to no operator.
+    ``engine.backward`` and ``engine.step``. The learning-rate scheduler, the loss scaler and the engine's
+    counters are captured, too. What data-parallel ranks hold alike is captured by one of them. With ZeRO each
+    snapshot is dense, since a rank's part of the flat parameters belongs to no operator.
 
     Args:
         engine: with ZeRO stage 0, 1 or 2, before its first step.
@@ -95,13 +95,13 @@ def _torch_optimizer(engine: Any) -> torch.optim.Optimizer:
         )
     if isinstance(engine, PipelineEngine):
         raise ValueError(  # noqa: TRY004 - as above
-            "ckptd cannot capture DeepSpeed's pipeline engine, whose train_batch() runs the whole loop of a step: "
-            "use torch.distributed.pipelining with ckptd.client.Checkpointer"
+            "ckptd cannot capture DeepSpeed's pipeline engine, whose train_batch() runs all of a step: use "
+            "torch.distributed.pipelining with ckptd.client.Checkpointer"
         )
     stage = engine.zero_optimization_stage()
     if stage > _LARGEST_STAGE:
         raise ValueError(
-            f"ckptd cannot capture ZeRO stage {stage}, which keeps weights in partitions that hooks cannot see: use "
+            f"ckptd cannot capture ZeRO stage {stage}, which keeps weights in parts that hooks cannot see: use "
             "stage 1 or 2, or torch's FSDP2 with ckptd.client.Checkpointer"
         )
     for setting, why in _REFUSED.items():
@@ -109,8 +109,8 @@ def _torch_optimizer(engine: Any) -> torch.optim.Optimizer:
             raise ValueError(f"ckptd cannot capture this configuration of DeepSpeed: {why}; turn it off")
     if engine.dp_world_size != dist.get_world_size():
         raise ValueError(
-            f"{dist.get_world_size()} ranks, of which {engine.dp_world_size} are data-parallel: ckptd captures "
-            "DeepSpeed without tensor, sequence and pipeline parallelism only"
+            f"{dist.get_world_size()} ranks, of which {engine.dp_world_size} are data-parallel: ckptd "
+            "captures DeepSpeed without tensor, sequence and pipeline parallelism only"
         )
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
@@ -128,8 +128,8 @@ def _dense(given: SnapshotOptions) -> SnapshotOptions:
     """
     if given.policy in ("partial", "selected") or given.window not in (None, 1):
         raise ValueError(
-            "with ZeRO each snapshot is dense, since a rank's part of the flat parameters belongs to no operator: "
-            "leave out policy= and window= of SnapshotOptions"
+            "with ZeRO each snapshot is dense, since a rank's part of the flat parameters belongs to no "
+            "operator: leave out policy= and window= of SnapshotOptions"
         )
     return given if given.policy == "dense" else replace(given, window=1)
 
@@ -178,8 +178,9 @@ class _EngineState:
         waiting = engine.micro_steps % engine.gradient_accumulation_steps()
         if waiting:
             raise ValueError(
-                f"{waiting} of {engine.gradient_accumulation_steps()} micro-batches of an update have run at the top "
-                "of a step, and DeepSpeed keeps their gradients: run all of them in one iteration of ckpt.steps"
+                f"{waiting} of {engine.gradient_accumulation_steps()} micro-batches of an update have run at "
+                "the top of a step, and DeepSpeed keeps their gradients: run all of them in one iteration of "
+                "ckpt.steps"
             )
         found = {name: getattr(engine, name) for name in _COUNTERS}
         scaler = self._scaler()
