@@ -101,8 +101,8 @@ def _torch_optimizer(engine: Any) -> torch.optim.Optimizer:
     stage = engine.zero_optimization_stage()
     if stage > _LARGEST_STAGE:
         raise ValueError(
-            f"ckptd cannot capture ZeRO stage {stage}, which keeps weights in parts that hooks cannot see: use "
-            "stage 1 or 2, or torch's FSDP2 with ckptd.client.Checkpointer"
+            f"ckptd cannot capture ZeRO stage {stage}, which keeps weights in parts that hooks cannot see: "
+            "use stage 1 or 2, or torch's FSDP2 with ckptd.client.Checkpointer"
         )
     for setting, why in _REFUSED.items():
         if getattr(engine, setting, bool)():
