@@ -1,7 +1,9 @@
 """Connections to other nodes, and whether they answer.
 
 A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again. One that
-answers with another boot id was restarted, and has neither leases nor tickets of before.
+answers with another boot id was restarted, and has neither leases nor tickets of before. A neighbour is not
+silent because this daemon stood still (stopped, or on a busy machine): it has not been asked, or its answer
+lies here unread.
 
 These answers alone, and no clock, decide which of two boots of a node is newer: a node has one daemon at a
 time, and a hello is sent only when the one before is over, so each answer is from a boot at least as new as
@@ -31,6 +33,8 @@ from ckptd.transport.verbs import Fabric, Fault, PeerAddress
 __all__ = ["AskNode", "NeighbourListener", "Neighbours"]
 
 _HELLOS_PER_DEADLINE = 10
+_LEAST_UNANSWERED = 0.25  # of the deadline: for how long at least a hello of a lost neighbour is unanswered
+_LATE_TICK_S = 2.0  # twice the time between two ticks: a daemon that ticks later than this stood still
 _SURVEY_S = 3.0
 # A node that does not even answer a hello: the job is probably recovering from its loss.
 _SIGN_OF_LIFE_S = 0.5
@@ -86,6 +90,7 @@ class _Neighbour:
     boot_id: str = ""
     lost: bool = False
     asking: bool = False
+    unanswered_s: float | None = None  # since when, by the first hello that has had no answer
     next_hello_s: float = 0.0
     free_bytes: int = 0
 
@@ -109,6 +114,7 @@ class Neighbours:
         self._labels = parse_labels(here.config.labels)
         self._known: dict[str, _Neighbour] = {}
         self._full = False
+        self._ticked_s = self._clock()
 
     @property
     def card(self) -> NodeCard:
@@ -226,12 +232,22 @@ class Neighbours:
     def tick(self, now_s: float) -> None:
         """Send hellos, notice lost nodes, forget nodes that are not needed."""
         needed = self._listener.needed_nodes()
+        self._excuse(now_s)
         for node, neighbour in list(self._known.items()):
             silent_s = now_s - neighbour.last_heard_s
-            if node not in needed and silent_s > _FORGET_DEADLINES * self._deadline_s:
+            is_long = silent_s > _FORGET_DEADLINES * self._deadline_s
+            if node not in needed and neighbour.lost and is_long:
                 self._forget(node, f"it has not answered for {silent_s:.0f} s")
             else:
                 self._look_after(node, neighbour, now_s)
+
+    def _excuse(self, now_s: float) -> None:
+        """Let the neighbours' time to answer begin again if this daemon stood still."""
+        late = now_s - self._ticked_s > max(_LATE_TICK_S, _LEAST_UNANSWERED * self._deadline_s)
+        self._ticked_s = now_s
+        for neighbour in self._known.values() if late else ():
+            if neighbour.unanswered_s is not None:
+                neighbour.unanswered_s = now_s
 
     # -- one of them -----------------------------------------------------------------------------
 
@@ -283,11 +299,13 @@ class Neighbours:
         )
 
     def _look_after(self, node: str, neighbour: _Neighbour, now_s: float) -> None:
-        if not neighbour.lost and now_s - neighbour.last_heard_s > self._deadline_s:
+        if not neighbour.lost and self._is_silent(neighbour, now_s):
             self._lose(node, neighbour, f"no answer for {self._deadline_s:g} s")
         if neighbour.asking or now_s < neighbour.next_hello_s:
             return
         neighbour.asking = True
+        if neighbour.unanswered_s is None:
+            neighbour.unanswered_s = now_s
         neighbour.next_hello_s = now_s + self._deadline_s / _HELLOS_PER_DEADLINE
         neighbour.link.ask(
             self._hello,
@@ -297,10 +315,15 @@ class Neighbours:
             timeout_s=self._deadline_s,
         )
 
+    def _is_silent(self, neighbour: _Neighbour, now_s: float) -> bool:
+        since_s, deadline_s = neighbour.unanswered_s, self._deadline_s
+        asked = since_s is not None and now_s - since_s > _LEAST_UNANSWERED * deadline_s
+        return asked and now_s - neighbour.last_heard_s > deadline_s
+
     def _heard(self, node: str, neighbour: _Neighbour, welcome: p.PeerWelcome) -> None:
         if self._known.get(node) is not neighbour:
             return  # an answer from its former address
-        neighbour.asking = False
+        neighbour.asking, neighbour.unanswered_s = False, None
         neighbour.last_heard_s = self._clock()
         neighbour.free_bytes = welcome.free_bytes
         restarted = bool(neighbour.boot_id) and neighbour.boot_id != welcome.boot_id

@@ -53,12 +53,13 @@ class Setting:
     peers: dict[str, FakePeer] = field(default_factory=dict)
     now_s: float = 100.0
     in_runs: set[str] = field(default_factory=lambda: {"b"})
+    deadline_s: float = DEADLINE_S
 
     def __post_init__(self) -> None:
         self.events = EventLog(100)
         self.neighbours = Neighbours(
             NodeContext(
-                DaemonConfig(peer_deadline_s=DEADLINE_S),
+                DaemonConfig(peer_deadline_s=self.deadline_s),
                 SegmentStore(self.folder, 1 << 30, "a", mlock="off", hugepages="off"),
                 self.events,
                 _at_once,
@@ -94,6 +95,13 @@ class Setting:
         return [status.node for status in self.neighbours.status(self.now_s)]
 
     def later(self, seconds: float = 1.0) -> None:
+        """Time passes in which this daemon ticks every second."""
+        while seconds > 0:
+            self.stand_still(min(seconds, 1.0))
+            seconds -= 1.0
+
+    def stand_still(self, seconds: float) -> None:
+        """Time passes, and the first thing that this daemon does then is its tick."""
         self.now_s += seconds
         self.neighbours.tick(self.now_s)
 
@@ -134,6 +142,48 @@ def test_a_neighbour_that_does_not_answer_is_lost_until_it_does(setting: Setting
     peer.answer("b1")
     assert setting.heard() == [("back", "b")]
     assert setting.neighbours.lost == []
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_daemon_that_stood_still_takes_nobody_for_lost(setting: Setting, asked: bool) -> None:
+    """It had not asked for so long, or had not read the answer; and the fetches of that moment ended, since "no
+    holder is left": a start went on without what those holders had.
+    """
+    peer = setting.meet("tcp://1")
+    setting.later()
+    if not asked:
+        peer.answer("b1")
+    setting.stand_still(10 * DEADLINE_S)
+    if asked:
+        peer.fail()  # the fabric has counted the time, too
+    setting.later()
+    assert setting.heard() == []
+    peer.answer("b1")
+    setting.later(DEADLINE_S)
+    assert setting.heard() == []
+    setting.later()
+    assert setting.heard() == [("lost", "b")], "it was asked meanwhile"
+
+
+def test_a_tick_that_is_a_little_late_makes_nobody_silent(tmp_path: Path) -> None:
+    """With a deadline of little more than the time between two ticks."""
+    setting = Setting(tmp_path, deadline_s=1.2)
+    peer = setting.meet("tcp://1")
+    for _ in range(5):
+        setting.stand_still(1.5)
+        peer.answer("b1")
+    assert setting.heard() == []
+    setting.later(3.0)
+    assert setting.heard() == [("lost", "b")]
+
+
+def test_a_node_that_nobody_needs_is_not_forgotten_by_a_daemon_that_stood_still(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    setting.in_runs.clear()
+    setting.stand_still(10 * DEADLINE_S)
+    peer.answer("b1")
+    setting.later()
+    assert setting.known == ["b"]
 
 
 def test_another_boot_is_told_also_of_one_that_was_lost(setting: Setting) -> None:
