@@ -43,7 +43,7 @@ __all__ = ["LocalizedStart", "begin_localized", "end_localized", "recovered_loca
 
 logger = get_logger(__name__)
 
-_PLANS = 4  # what is found damaged changes the plan
+_PLANS = 6  # what is found damaged changes the plan
 # The first plans; snapshots for comparison alone must not make all ranks recover together.
 _VERIFIED_PLANS = 2
 _TRIES = 2  # of the same plan: a node may have been slow
@@ -162,6 +162,7 @@ class _LocalizedProcedure:
         self._memory, self._ranks, self._same_operators = memory, ranks, same_operators
         self._verify_iterations = verify_iterations
         self._unusable: tuple[SnapshotCopy, ...] = ()  # parked states that this rank could not have
+        self._out_of_reach = set[SnapshotCopy]()  # tried once: a node may have been slow
         self._tried: list[LocalizedPlan] = []
         self._parked: SnapshotImage | None = None
         self._retrieved = Retrieved([])
@@ -252,19 +253,22 @@ class _LocalizedProcedure:
         return schedule
 
     def _read_parked(self, piece: SnapshotToLoad) -> SnapshotImage:
-        """A parked state, this rank's or a peer's; the next plan does without it if it cannot be had."""
+        """A parked state, this rank's or a peer's; a later plan does without it if it cannot be had."""
         session = self._memory.session
         try:
             if self._mine.kind is RankKind.PARKED:
                 return self._own_parked(piece)
             return ParkedCopy.read(session, piece, self._view.everybody)
         except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
-            self._unusable += piece.sources
             where = ", ".join(f"{source.segment} on {source.node}" for source in piece.sources)
-            text = (
-                f"planning without the parked state of iteration {piece.record.iteration} ({where}): {error}"
-            )
-            session.notice("error", "parked_unusable", text)
+            text = f"the parked state of iteration {piece.record.iteration} ({where}): {error}"
+            elsewhere = isinstance(error, DaemonUnavailable) and self._mine.kind is not RankKind.PARKED
+            if elsewhere and self._out_of_reach.isdisjoint(piece.sources):
+                self._out_of_reach.update(piece.sources)
+                session.notice("warning", "parked_unusable", f"looking once more for {text}")
+            else:
+                self._unusable += piece.sources
+                session.notice("error", "parked_unusable", f"planning without {text}")
             raise
 
     def _own_parked(self, piece: SnapshotToLoad) -> SnapshotImage:
