@@ -622,6 +622,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "reentrant": make(ckpt_mode="reentrant", prepare=None),
     "adamw_fused": make(lambda ps: torch.optim.AdamW(ps, lr=3e-3, fused=True)),
     "adamw_fused_slices": make(lambda ps: torch.optim.AdamW(ps, lr=3e-3, fused=True), fused=True),
+    "tensor_lr": make(lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(3e-3), foreach=False)),
     "amsgrad": make(lambda ps: torch.optim.AdamW(ps, lr=3e-3, amsgrad=True)),
     "sgd": make(lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)),
     "sgd_slices": make(lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), fused=True),

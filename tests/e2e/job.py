@@ -172,6 +172,12 @@ def slow_down_copies(ms_per_mib: float) -> None:
     engine._to_host = slow
 
 
+def set_wakeup() -> None:
+    """Be told of signals by a descriptor, in place of whoever is told of them now."""
+    writer = os.pipe2(os.O_NONBLOCK)[1]
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+
 def tear_snapshot(iteration: int) -> None:
     """One anchored parameter of that snapshot is recorded with a bit flipped, before its digest is made."""
     from ckptd.client.capture import slot_writer
@@ -261,6 +267,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
+    parser.add_argument(
+        "--wakeup", action="store_true", help="have wakeup descriptors for signals, as asyncio"
+    )
     parser.add_argument("--set", action="append", default=[], help="Checkpointer argument as key=json")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -296,6 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tear_snapshot(args.tear_at)
     if args.slow_copies:
         slow_down_copies(args.slow_copies)
+    if args.wakeup:
+        set_wakeup()
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **grouped(**options))
     job.ckpt = ckpt
     job.extra["received"] = args.received
@@ -322,6 +333,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.split
         else ckpt.steps(args.total)
     ):
+        if args.wakeup:  # as a loop of events that is begun after ckptd has its own
+            args.wakeup = False
+            set_wakeup()
         if args.kill_begun:
             args.kill_at, args.kill_begun = step + args.kill_begun - 1, 0
         trace(f"begin {step} {int(ckpt.replaying)}")

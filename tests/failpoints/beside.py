@@ -8,8 +8,10 @@ import contextlib
 import os
 import random
 import shlex
+import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,10 +19,12 @@ from enum import StrEnum
 from pathlib import Path
 from select import select
 
-from ckptd.core.slots.segment_format import RECORD_ENDS
+import zmq
+
+from ckptd.core.slots.segment_format import RECORD_ENDS, SlotHeader, set_slot_state
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import DaemonUnavailable, SegmentError
-from ckptd.memory.segment_file import open_segment
+from ckptd.memory.segment_file import ASIDE, Segment, open_segment
 from ckptd.transport.messages import Drill, DrillReport, Park, Parks, Request
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 from tests.ckptd.nodes import Node
@@ -32,9 +36,13 @@ __all__ = [
     "Beside",
     "ServiceManager",
     "ask_beside",
+    "command",
     "damage_front",
+    "damage_headers",
     "flip_bits",
+    "flip_replicas",
     "let_time_pass",
+    "put_aside",
     "sealed",
     "start_another",
 ]
@@ -68,15 +76,39 @@ class Beside(StrEnum):
     """A bit flips in the sealed slots of a file at rest; the job is started again."""
     FRONT = "front"
     """The first bytes of a file at rest are wrong; the job is started again."""
+    HEADER = "header"
+    """Headers of slots of a file at rest are wrong, or say that somebody was writing; the job is started again."""
+    LIAR = "liar"
+    """A node is lost, and a bit flips in all replicas on another; the job is started again."""
+    ASIDE = "aside"
+    """A file at rest was put aside by an earlier daemon, which has left a reader's copy, too; the job is started
+    again.
+    """
+    KEYS = "keys"
+    """`ckptctl keys trust` and `untrust`, of a node that is none of the job's."""
+    VERIFY = "verify"
+    """`ckptctl verify`."""
 
     @property
     def loses(self) -> bool:
         """Whether something has to be there on another node, or in storage."""
-        return self in (Beside.FOLDER, Beside.FLIP, Beside.FRONT)
+        return self in (Beside.FOLDER, Beside.FLIP, Beside.FRONT, Beside.HEADER)
 
     @property
     def ends_ranks(self) -> bool:
-        return self in (Beside.MOVE, Beside.FLIP, Beside.FRONT)
+        return self in (
+            Beside.MOVE,
+            Beside.FLIP,
+            Beside.FRONT,
+            Beside.HEADER,
+            Beside.LIAR,
+            Beside.ASIDE,
+        )
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a process of `ckptctl`, which may be hurt itself."""
+        return self in (Beside.KEYS, Beside.VERIFY)
 
 
 def flip_bits(node: Node, rng: random.Random) -> str:
@@ -106,6 +138,88 @@ def damage_front(node: Node, rng: random.Random) -> str:
     with path.open("r+b") as file:
         file.write(bytes(_FRONT_BYTES))
     return path.name
+
+
+def damage_headers(node: Node, rng: random.Random) -> str:
+    """Damage the headers of slots of a file whose daemon is not there, or make them those of slots that were being
+    filled or digested; its name, or "".
+    """
+    files = [path for path in node.files() if sealed(path)]
+    if not files:
+        return ""
+    path = rng.choice(files)
+    segment = open_segment(path)
+    try:
+        found = [(i, header) for i, header in segment.headers() if header.state is SlotState.SEALED]
+        for index, header in found if rng.random() < 0.3 else [rng.choice(found)]:
+            _damage_header(segment, index, header, rng.choice(("crc", "filling", "filled")))
+    finally:
+        segment.close()
+    return path.name
+
+
+def _damage_header(segment: Segment, index: int, header: SlotHeader, how: str) -> None:
+    if how == "crc":
+        segment.buffer[segment.geometry.header_offset(index) + 8] ^= 1
+        return
+    if how == "filled":  # and no image is there
+        segment.image(index, header)[:8] = bytes(8)
+    state = SlotState.FILLING if how == "filling" else SlotState.FILLED
+    set_slot_state(segment.buffer, segment.geometry, index, state)
+
+
+def flip_replicas(node: Node) -> int:
+    """Flip a bit in each sealed slot of all replicas on a node, whose daemon knows nothing of it; how many."""
+    flipped = 0
+    for path in node.replicas():
+        segment = open_segment(path)
+        try:
+            for index, header in segment.headers():
+                if header.state is SlotState.SEALED:
+                    flip(segment, index, header)
+                    flipped += 1
+        finally:
+            segment.close()
+    return flipped
+
+
+def put_aside(node: Node, rng: random.Random) -> str:
+    """Leave a file, whose daemon is not there, as if an earlier one had put it aside, and a copy for a reader that is
+    gone; the file's name, or "".
+    """
+    files = node.files()
+    if not files:
+        return ""
+    path = rng.choice(files)
+    job, run, _ = path.name.split("~", 2)
+    shutil.copyfile(path, path.with_name(f"{job}~{run}~r0~c1073741825.fetched"))
+    path.rename(path.with_name(path.name + ASIDE))
+    return path.name
+
+
+def command(beside: Beside, node: Node, store: str, options: str) -> subprocess.Popen[bytes]:
+    """Processes of `ckptctl`, one after the other, in the group of a shell: they may be hurt."""
+    ctl = f"{shlex.quote(sys.executable)} -m ckptd.ctl"
+    if beside is Beside.VERIFY:
+        lines = [f"{ctl} verify --store-options {shlex.quote(options)} {shlex.quote(store)}"]
+    else:
+        keys = [shlex.quote(zmq.curve_keypair()[0].decode("ascii")) for _ in range(2)]
+        lines = [
+            f"rm -f {shlex.quote(str(node.keys_dir))}/sign.*",
+            f"{ctl} keys new-signer",
+            *(f"{ctl} keys trust stranger -- {key}" for key in keys),
+            f"{ctl} keys untrust stranger",
+        ]
+    with node.log.open("ab") as out:
+        return subprocess.Popen(
+            ["bash", "-c", "\n".join(lines)],
+            env=node.env,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
 
 
 def let_time_pass(store: Path) -> None:

@@ -1,6 +1,6 @@
 """Kills, stops and errors drawn over failpoints, not over time: ``python -m tests.failpoints.campaign --kills 300``.
 
-A *round* is a job of 2 to 4 ranks on 1 to 4 nodes with 0 to 2 replicas, with or without a store. In it, one point
+A *round* is a job of 2 to 4 ranks on 1 to 5 nodes with 0 to 2 replicas, with or without a store. In it, one point
 after the other is armed (those first that were hurt least), all must train again, and the end must have the bits
 of a run that nobody has hurt. Points of a start are reached because something is killed beside.
 """
@@ -28,9 +28,11 @@ from tests.failpoints.beside import Beside
 from tests.failpoints.points import Kind, all_points
 from tests.failpoints.runtime import CLOCK_STEPS_S, ERRORS, Arm, answers, forget_reached, reached
 from tests.failpoints.world import (
+    BUCKET,
     CASES,
     GRADIENTS,
     LOGGED,
+    OPTIONS,
     PEERS,
     SETTINGS,
     Layout,
@@ -39,10 +41,11 @@ from tests.failpoints.world import (
     Wrong,
     undisturbed,
 )
+from tests.storage.s3_server import weed
 
-__all__ = ["Coverage", "campaign", "table"]
+__all__ = ["Coverage", "campaign", "keep_failure", "table"]
 
-PROCESSES = ("trainer", "daemon", "keeper", "recompute")
+PROCESSES = ("trainer", "daemon", "keeper", "recompute", "ctl")
 PER_ROUND = 12
 MAX_NTH = 6
 MIXED_AFTER = 20  # rounds, in which most kinds of jobs have been
@@ -118,7 +121,11 @@ class Coverage:
         """One of those that were hurt, or waited for in vain, least; and what has to happen beside."""
         known = self.here()
         for key, way in self.ways.items():
-            if way.layout == layout and way.how != AT_END:
+            # Commands of operators are the same beside every job.
+            is_here = way.layout == layout or (
+                key[0] == "ctl" and (layout.stores or way.how != Beside.VERIFY)
+            )
+            if is_here and way.how != AT_END:
                 known.setdefault(key, 1)
         key = self._least(rng, known)
         process, point, when = key
@@ -225,15 +232,20 @@ def draw_layout(rng: random.Random, case: str) -> Layout:
     num_ranks = LOGGED.get(case) or max(num_nodes, rng.choice((2, 2, 3)))
     num_nodes = min(num_nodes, num_ranks)
     replicas = rng.randint(1 if case == GRADIENTS else 0, min(2, num_nodes - 1))
+    option = rng.choice(("", "", *sorted(OPTIONS))) if case in (*CASES, GRADIENTS) else ""
+    setting = rng.choice(("", *sorted({*SETTINGS} - ({BUCKET} if weed() is None else set()))))
+    if rng.random() < 0.2:
+        num_nodes += 1  # the ranks may move there
     return Layout(
         case,
         num_nodes,
         num_ranks,
         replicas,
-        stores=rng.random() < 0.5,
+        stores=setting == BUCKET or rng.random() < 0.5,
         peers=rng.choice(sorted(PEERS)) if num_nodes > 1 else "streams",
-        parks=case in LOGGED or rng.random() < 0.25,
-        setting=rng.choice(("", *sorted(SETTINGS))),
+        parks=case in LOGGED or option == "asyncio" or rng.random() < 0.25,
+        setting=setting,
+        option=option,
     )
 
 
@@ -306,11 +318,21 @@ def campaign(
             f"[{num_struck}/{kills}] {layout}, seed {found.seed}: {len(found.strikes)} strikes, "
             f"{found.lives} lives, {outcome}\n"
         )
+        if file is not None and found.failures:
+            keep_failure(file, found)
         coverage.sums["rounds"] += 1
         coverage.sums["failed rounds"] += bool(found.failures)
         coverage.sums["strikes"] += sum(strike.fired is not None for strike in found.strikes)
         coverage.save()
     return rounds, coverage
+
+
+def keep_failure(file: Path, found: Round) -> Path:
+    """Write what failed in a round beside the coverage, where no later run overwrites it."""
+    kept = file.with_name(f"{file.stem}.failed-{found.seed}-{time.time_ns():x}.txt")
+    lines = [f"{found.layout}, seed {found.seed}", *map(str, found.strikes), *found.failures]
+    kept.write_text("\n".join(lines) + "\n")
+    return kept
 
 
 def table(rounds: Sequence[Round], coverage: Coverage) -> str:

@@ -155,6 +155,8 @@ class _Instrument(ast.NodeTransformer):
             # `Path.replace` and a file's `replace` have one argument; those of str and of structs others.
             if called == "replace" and len(node.args) == 1 and not node.keywords:
                 kind = Kind.RENAME
+        if kind is Kind.REQUEST and not node.args:
+            kind = None  # `tell` of a file
         if (
             kind is None or len(self._scope) == 1
         ):  # of a module's own lines: they run before anything can be lost

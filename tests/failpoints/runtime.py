@@ -58,7 +58,7 @@ class Arm:
     """What happens where.
 
     Attributes:
-        process: the kind of process: trainer, daemon, keeper.
+        process: the kind of process: trainer, daemon, keeper, recompute, ctl.
         who: one of them (``r0`` is a rank, ``n0`` a node); "" is whichever comes first.
         when: ``before`` or ``after``.
         nth: counted in the life of a process, from when it has read the plan.
@@ -267,6 +267,7 @@ def _kind_of_process() -> str:
     for module, kind in (
         ("ckptd.persistence.keeper", "keeper"),
         ("ckptd.recompute.recompute_worker", "recompute"),
+        ("ckptd.ctl", "ctl"),
     ):
         if module in words:
             return kind

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.failpoints.campaign import AT_END, Coverage
+from tests.failpoints.beside import Beside
+from tests.failpoints.campaign import AT_END, Coverage, keep_failure
 from tests.failpoints.runtime import Arm
-from tests.failpoints.world import Layout
+from tests.failpoints.world import Layout, Round, Strike
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = os.environ.get("CKPTD_SEED", "1")
@@ -79,3 +80,29 @@ def test_what_only_an_answer_to_an_error_reaches_is_hurt_after_that_error(tmp_pa
     found = at_end.draw_at_end(random.Random(0))
     assert found is not None
     assert found.point == LOCK
+
+
+def test_what_a_command_of_an_operator_reaches_is_hurt_beside_any_job(tmp_path: Path) -> None:
+    """But for one that needs a store."""
+    coverage = Coverage(plans(tmp_path / "1", f"ctl {LOCK} before 1 "))
+    coverage.learn(LAYOUT, Beside.VERIFY)
+    coverage.begin_round()
+    (tmp_path / "1" / "hits").write_text(f"daemon {OPEN} before 1 \n")
+    coverage.note(Arm(OPEN, "daemon", "before", 1, "kill"), hurt=True)
+    for stores, point in ((True, LOCK), (False, OPEN)):
+        plan, _ = coverage.draw(random.Random(0), Layout("dense", 2, 3, 0, stores=stores))
+        assert plan.point == point
+
+
+def test_a_failed_round_is_kept_whatever_runs_later(tmp_path: Path) -> None:
+    """The log of one was overwritten by the next run before it was read."""
+    failed = Round(
+        LAYOUT, 2304, [Strike(Arm(LOCK, "daemon", "before", 1, "kill"))], ["not all ranks trained"]
+    )
+    kept = [keep_failure(tmp_path / "coverage.json", failed) for _ in range(2)]
+    assert len({*kept}) == 2
+    for path in kept:
+        text = path.read_text()
+        assert "seed 2304" in text
+        assert LOCK in text
+        assert "not all ranks trained" in text

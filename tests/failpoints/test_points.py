@@ -43,6 +43,7 @@ class Room:
         path.replace(item)
         text.replace("a", "b")
         replace(item, size=3)
+        item.tell(path.tell())
         table = {}
         table["a"] = 1
 """
@@ -86,6 +87,7 @@ def test_points_are_calls_and_stores_in_functions() -> None:
         "m.first/os.replace#2": Kind.RENAME,
         "m.first/=": Kind.STORE,
         "m.Room.second/replace": Kind.RENAME,
+        "m.Room.second/tell": Kind.REQUEST,
     }
 
 

@@ -25,6 +25,7 @@ from ckptd.transport.messages import Done, Forget, GetPeers, Peers
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import FRESH
+from tests.e2e.bucket import Bucket
 from tests.e2e.compare import differences
 from tests.e2e.harness import Jobs
 from tests.e2e.ranks import Ranks
@@ -33,19 +34,26 @@ from tests.failpoints.beside import (
     Beside,
     ServiceManager,
     ask_beside,
+    command,
     damage_front,
+    damage_headers,
     flip_bits,
+    flip_replicas,
     let_time_pass,
+    put_aside,
     sealed,
     start_another,
 )
 from tests.failpoints.runtime import CLOCK_STEPS_S, ERRORS, Arm, Fired, arm, disarm, fired
 from tests.programs import Program
+from tests.storage.s3_server import S3Server
 
 __all__ = [
+    "BUCKET",
     "CASES",
     "GRADIENTS",
     "LOGGED",
+    "OPTIONS",
     "PEERS",
     "SETTINGS",
     "Layout",
@@ -55,7 +63,7 @@ __all__ = [
     "undisturbed",
 ]
 
-CASES = ("plain", "fused_drop", "masters", "bf16", "zero_first", "dense")
+CASES = ("plain", "fused_drop", "masters", "bf16", "zero_first", "dense", "tensor_lr")
 # How bytes travel between nodes: with keys?, `peer_data`, `peer_short_cut`.
 PEERS = {
     "streams": (False, "stream", "false"),
@@ -70,7 +78,9 @@ LOGGED = {
     "localized/replicated_logs": 4,
     "localized/interleaved": 3,
     "localized/own_norm": 4,
+    "pipeline/in_bubbles": 2,  # has no logs, and copies while a stage waits
 }
+BUCKET = "a bucket"  # of an S3 server, in place of a folder
 # How daemons can be set up; what they are set to.
 SETTINGS: dict[str, dict[str, str]] = {
     "a service manager": {},
@@ -79,6 +89,16 @@ SETTINGS: dict[str, dict[str, str]] = {
     "users apart": {"trainer_group": str(os.getgid()), "isolate_users": "true"},
     "many scrubs": {"scrub_interval_s": "1"},
     "whole checks": {"persist_check": "full", "persist_keep_last": "1"},
+    "users apart later": {"trainer_group": str(os.getgid())},
+    BUCKET: {},
+}
+# What is set in every daemon but a node's first.
+LATER: dict[str, dict[str, str]] = {"users apart later": {"isolate_users": "true"}}
+# Of the trainers.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "each captures": ("--set", "capture_once=false"),
+    "verified": ("--verify",),
+    "asyncio": ("--wakeup",),
 }
 GRADIENTS = "gradients"  # the case of a dense job whose peers compute its snapshots
 TOTAL = 400
@@ -103,6 +123,7 @@ class Layout:
         peers: how bytes travel between nodes (`PEERS`).
         parks: whether ranks have memory to park in; those that live get SIGTERM before they are killed.
         setting: how daemons are set up (`SETTINGS`); "": as usual.
+        option: what trainers do besides (`OPTIONS`); "": nothing.
     """
 
     case: str
@@ -113,10 +134,11 @@ class Layout:
     peers: str = "streams"
     parks: bool = False
     setting: str = ""
+    option: str = ""
 
     def __str__(self) -> str:
         more = [name for name, has in (("a store", self.stores), ("parking", self.parks)) if has]
-        more += [self.setting] if self.setting else []
+        more += [text for text in (self.setting, self.option) if text]
         return ", ".join(
             (
                 f"{self.case}: {self.num_ranks} ranks on {self.num_nodes} nodes",
@@ -135,7 +157,7 @@ class Layout:
             words += [f"window={WINDOW}"]
         if self.parks:
             words += ["park=true"]
-        return tuple(word for one in words for word in ("--set", one))
+        return (*(word for one in words for word in ("--set", one)), *OPTIONS.get(self.option, ()))
 
     @property
     def trained(self) -> str:
@@ -224,6 +246,7 @@ class Training:
         self._run = f"f{seed:x}-{self._rng.randrange(1 << 30):x}"
         self._hold = jobs.folder / f"{self._run}.hold"
         curve, data, short_cut = PEERS[layout.peers]
+        self._store_url, self._store_options = f"file://{store}", "{}"
         self._net = Net(
             layout.num_nodes, curve=curve, data=data, peer_short_cut=short_cut, peer_deadline_s="2"
         )
@@ -247,19 +270,31 @@ class Training:
         self._resumes_at = -1  # of this life: at least
         self._moved = 0  # by how many nodes ranks are away from where they began
         self._others: list[tuple[Node, subprocess.Popen[bytes]]] = []  # daemons beside those of the nodes
+        self._command: subprocess.Popen[bytes] | None = None  # of an operator
         self._manager: ServiceManager | None = None
         self._ending: subprocess.Popen[bytes] | Program | None = None  # a daemon that was told to
 
     def __enter__(self) -> Self:
         self._hold.touch()
         disarm(self._plans)
+        if self.round.layout.setting == BUCKET:
+            self._use_bucket()
         if self.round.layout.setting == "a service manager":
             self._manager = ServiceManager(self._net.nodes)
             self._stack.callback(self._manager.close)
         self._stack.enter_context(self._net.up())
         self._stack.callback(self._end_others)
+        self._stack.callback(self._end_command)
         self._stack.callback(self._end_ranks)
         return self
+
+    def _use_bucket(self) -> None:
+        server = S3Server.start()
+        self._stack.callback(server.stop)
+        settings = Bucket(server).settings()
+        self._store_url, self._store_options = settings["store"], settings["store_options"]
+        for node in self._net.nodes:
+            node.settings |= {f"CKPTD_{key.upper()}": value for key, value in settings.items()}
 
     def __exit__(self, *_: object) -> None:
         disarm(self._plans)
@@ -297,7 +332,7 @@ class Training:
         """The newest iteration that is recoverable, once it is not before ``floor``: daemons that were started
         again see each other, and what the others hold, after a moment; -1 if it never comes.
         """
-        deadline = time.monotonic() + SOON_S / 4
+        deadline = time.monotonic() + SOON_S
         while (best := self._recoverable()) < floor and time.monotonic() < deadline:
             self._start_daemons(strike)
             self._look(strike)
@@ -445,7 +480,14 @@ class Training:
             return self._promise() >= 0 if layout.replicas else any(s.durable for s in self._saved())
         if beside is Beside.MOVE:
             return layout.num_nodes > 1
-        has = {Beside.PARK: layout.parks, Beside.AGE: layout.stores}
+        if beside is Beside.LIAR:
+            whole = layout.replicas > 1 and self._promise() >= 0
+            return layout.replicas > 0 and (whole or any(s.durable for s in self._saved()))
+        has = {
+            Beside.PARK: layout.parks,
+            Beside.AGE: layout.stores and layout.setting != BUCKET,
+            Beside.VERIFY: layout.stores,
+        }
         return has.get(beside, True)
 
     def strike(self, plan: Arm, beside: Beside | None = None) -> Strike:
@@ -469,6 +511,8 @@ class Training:
         if beside is not None and beside.ends_ranks:
             self._mend(strike)
             self._fires(strike, FIRES_S)
+        elif self._command is not None:
+            self._await_command(strike)
         elif not self._fires(strike, FIRES_S if plan.often or beside is not None else 0.1):
             own = "trainers" if plan.process == "trainer" else "a daemon"
             strike.forced = self._rng.choice((own, own, "both"))
@@ -491,6 +535,7 @@ class Training:
             self._end_ranks()  # they train on in memory that nobody else sees
         self._mend(strike)
         self._end_others()
+        self._end_command()
         if self._ending is not None:
             self._ending.wait(SOON_S)  # as soon as all is stored
             self._ending = None
@@ -519,13 +564,48 @@ class Training:
         elif beside in (Beside.PARK, Beside.DRILL):
             rank = self._rng.randrange(self.round.layout.num_ranks)
             ask_beside(node, beside, JOB, self._run, rank)
+        elif beside.is_command:
+            self._command = command(beside, node, self._store_url, self._store_options)
         elif beside is Beside.FOLDER:
             shutil.rmtree(node.segment_dir, ignore_errors=True)  # files come while it is removed
             strike.lost_node = node.name
+        elif beside is Beside.LIAR:
+            self._lose_beside_a_liar(strike)
+        elif beside is Beside.ASIDE:
+            node.kill()
+            put_aside(node, self._rng)
         else:
             node.kill()
-            harm = flip_bits if beside is Beside.FLIP else damage_front
-            strike.lost_node = f"{node.name} {harm(node, self._rng)}"
+            harms = {Beside.FLIP: flip_bits, Beside.FRONT: damage_front, Beside.HEADER: damage_headers}
+            strike.lost_node = f"{node.name} {harms[beside](node, self._rng)}"
+
+    def _lose_beside_a_liar(self, strike: Strike) -> None:
+        """A node is lost, and no replica on another is right, whose daemon does not know it."""
+        liar = self._rng.choice([node for node in self._net.nodes if node.replicas()] or self._net.nodes)
+        node = self._rng.choice([other for other in self._net.nodes if other is not liar])
+        node.kill()
+        shutil.rmtree(node.segment_dir)
+        flipped = flip_replicas(liar)
+        if self.round.layout.replicas > 1 and self._promised >= 0:
+            strike.lost_node = f"{node.name} ({flipped} replicas of {liar.name} are wrong)"
+        else:
+            strike.lost_node = "all"  # but for storage
+
+    def _await_command(self, strike: Strike) -> None:
+        """Until a process of `ckptctl` was hurt, or all have ended."""
+        assert self._command is not None
+        deadline = time.monotonic() + SOON_S
+        while not self._fires(strike, 0.1) and time.monotonic() < deadline:
+            if self._command.poll() is not None:
+                return
+
+    def _end_command(self) -> None:
+        if self._command is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._command.pid, signal.SIGKILL)  # some of it may be stopped
+        self._command.wait()
+        self._command = None
 
     def _end_others(self) -> None:
         """Daemons that were started beside end by themselves; one that was stopped there does not."""
@@ -663,12 +743,16 @@ class Training:
         return bool(codes)
 
     def _lost_its_holder(self, strike: Strike | None) -> bool:
-        """Whether a rank of this start says that nobody can bring what it needs, because a daemon was hurt: the
-        next start plans anew.
+        """Whether a rank of this start says that nobody can bring what it needs, because a daemon was hurt, or what
+        a node holds is wrong: the next start plans anew.
         """
         assert self._ranks is not None
-        hurt = strike is not None and strike.fired is not None and strike.arm.process == "daemon"
-        return hurt and any(text in self._ranks.logs for text in NOT_BROUGHT)
+        if strike is None:
+            return False
+        hurt = strike.fired is not None and strike.arm.process == "daemon"
+        return (hurt or strike.beside is Beside.LIAR) and any(
+            text in self._ranks.logs for text in NOT_BROUGHT
+        )
 
     def _start_daemons(self, strike: Strike | None) -> None:
         for node in self._net.nodes:
@@ -689,6 +773,8 @@ class Training:
                 if other_node is node:
                     process.kill()  # it would be the node's daemon
                     process.wait()
+            later = LATER.get(self.round.layout.setting, {})
+            node.settings |= {f"CKPTD_{key.upper()}": value for key, value in later.items()}
             if self._manager is not None:
                 self._manager.hand_over(node)
             with contextlib.suppress(
@@ -701,6 +787,8 @@ class Training:
         if strike is not None and strike.lost_node:
             promised = -1 if strike.lost_node == "all" else self._promised
             best = self._comes_back(max(0, promised), strike)
+            if strike.beside is Beside.LIAR and promised < 0:  # memory has more, and it is wrong
+                best = max((saved.iteration for saved in self._saved() if saved.durable), default=-1)
             strike.went_back = max(0, self._floor - best)
             # What is newer than the promise may go until the start: hosts keep no more than is promised.
             self._floor = best = min(best, promised) if promised >= 0 else best
