@@ -362,6 +362,13 @@ def groups(params: list[nn.Parameter]) -> Any:
     )
 
 
+def strided_weights(model: nn.Module) -> None:
+    """Weights that are no one block of memory."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.t().contiguous().t()
+
+
 def frozen_embedding(model: nn.Module) -> None:
     model.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
 
@@ -618,6 +625,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "tied": make(tied=True),
     "batch_norm": make(batch_norm=True),
     "frozen_param": make(prepare=frozen_embedding),
+    "strided": make(prepare=strided_weights),
     "checkpoint": make(ckpt_mode="nonreentrant"),
     "reentrant": make(ckpt_mode="reentrant", prepare=None),
     "adamw_fused": make(lambda ps: torch.optim.AdamW(ps, lr=3e-3, fused=True)),

@@ -189,7 +189,8 @@ def tear_snapshot(iteration: int) -> None:
             known = [(s, o) for s, o in zip(plan.sources, plan.offsets, strict=False) if s]
             anchored = {s.name for s, _ in known if s.kind == "optim"}
             victims = [o for s, o in known if s.kind == "param" and s.name in anchored]
-            segment.slot(index)[victims[0] + 2] ^= 0x40  # the mantissa of a float32
+            for victim in victims[:1]:  # ranks that share operators may have none in it
+                segment.slot(index)[victim + 2] ^= 0x40  # the mantissa of a float32
         plain(segment, index, plan, header, packed)
 
     slot_writer.write_image = torn

@@ -34,6 +34,7 @@ from tests.e2e.test_bad_input import flip
 __all__ = [
     "NO_ANSWER",
     "Beside",
+    "Command",
     "ServiceManager",
     "ask_beside",
     "command",
@@ -48,6 +49,8 @@ __all__ = [
 ]
 
 NO_ANSWER = (DaemonUnavailable, RefusedError, RequestTimeout, WireError)
+Command = subprocess.Popen[bytes]
+
 _ASK_S = 10.0
 _FRONT_BYTES = 64
 _WRITTEN_S, _DAY_S = 15.0, 86_400.0
@@ -84,10 +87,14 @@ class Beside(StrEnum):
     """A file at rest was put aside by an earlier daemon, which has left a reader's copy, too; the job is started
     again.
     """
+    TORN = "torn"
+    """A rank records a snapshot wrong, before its digest is made; the job is started again until no replay meets it."""
     KEYS = "keys"
     """`ckptctl keys trust` and `untrust`, of a node that is none of the job's."""
     VERIFY = "verify"
     """`ckptctl verify`."""
+    ASKS = "asks"
+    """`ckptctl iterations`, `snapshots` and `drill`."""
 
     @property
     def loses(self) -> bool:
@@ -103,12 +110,13 @@ class Beside(StrEnum):
             Beside.HEADER,
             Beside.LIAR,
             Beside.ASIDE,
+            Beside.TORN,
         )
 
     @property
     def is_command(self) -> bool:
         """Whether it is a process of `ckptctl`, which may be hurt itself."""
-        return self in (Beside.KEYS, Beside.VERIFY)
+        return self in (Beside.KEYS, Beside.VERIFY, Beside.ASKS)
 
 
 def flip_bits(node: Node, rng: random.Random) -> str:
@@ -197,11 +205,22 @@ def put_aside(node: Node, rng: random.Random) -> str:
     return path.name
 
 
-def command(beside: Beside, node: Node, store: str, options: str) -> subprocess.Popen[bytes]:
-    """Processes of `ckptctl`, one after the other, in the group of a shell: they may be hurt."""
+def command(beside: Beside, node: Node, *, run: tuple[str, str], store: tuple[str, str]) -> Command:
+    """Processes of `ckptctl`, one after the other, in the group of a shell: they may be hurt.
+
+    Args:
+        run: job and run.
+        store: URL and options.
+    """
     ctl = f"{shlex.quote(sys.executable)} -m ckptd.ctl"
     if beside is Beside.VERIFY:
-        lines = [f"{ctl} verify --store-options {shlex.quote(options)} {shlex.quote(store)}"]
+        url, options = map(shlex.quote, store)
+        lines = [f"{ctl} verify --store-options {options} {url}"]
+    elif beside is Beside.ASKS:
+        which = shlex.join(["--job", run[0], "--run", run[1]])
+        lines = [
+            f"{ctl} {what} {which}" for what in ("iterations", "snapshots", "drill --timeout 60 --rank 0")
+        ]
     else:
         keys = [shlex.quote(zmq.curve_keypair()[0].decode("ascii")) for _ in range(2)]
         lines = [

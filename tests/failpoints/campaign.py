@@ -328,9 +328,9 @@ def campaign(
 
 
 def keep_failure(file: Path, found: Round) -> Path:
-    """Write what failed in a round beside the coverage, where no later run overwrites it."""
+    """Write what failed in a round, and all logs, beside the coverage, where no later run overwrites it."""
     kept = file.with_name(f"{file.stem}.failed-{found.seed}-{time.time_ns():x}.txt")
-    lines = [f"{found.layout}, seed {found.seed}", *map(str, found.strikes), *found.failures]
+    lines = [f"{found.layout}, seed {found.seed}", *map(str, found.strikes), *found.failures, found.logs]
     kept.write_text("\n".join(lines) + "\n")
     return kept
 

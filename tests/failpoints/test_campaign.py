@@ -96,13 +96,12 @@ def test_what_a_command_of_an_operator_reaches_is_hurt_beside_any_job(tmp_path: 
 
 def test_a_failed_round_is_kept_whatever_runs_later(tmp_path: Path) -> None:
     """The log of one was overwritten by the next run before it was read."""
-    failed = Round(
-        LAYOUT, 2304, [Strike(Arm(LOCK, "daemon", "before", 1, "kill"))], ["not all ranks trained"]
-    )
+    strikes = [Strike(Arm(LOCK, "daemon", "before", 1, "kill"))]
+    failed = Round(LAYOUT, 2304, strikes, ["not all ranks trained"], logs="-- log of n0")
     kept = [keep_failure(tmp_path / "coverage.json", failed) for _ in range(2)]
     assert len({*kept}) == 2
     for path in kept:
         text = path.read_text()
         assert "seed 2304" in text
         assert LOCK in text
-        assert "not all ranks trained" in text
+        assert "not all ranks trained\n-- log of n0" in text

@@ -32,6 +32,7 @@ from tests.e2e.ranks import Ranks
 from tests.failpoints.beside import (
     NO_ANSWER,
     Beside,
+    Command,
     ServiceManager,
     ask_beside,
     command,
@@ -63,7 +64,7 @@ __all__ = [
     "undisturbed",
 ]
 
-CASES = ("plain", "fused_drop", "masters", "bf16", "zero_first", "dense", "tensor_lr")
+CASES = ("plain", "fused_drop", "masters", "bf16", "zero_first", "dense", "tensor_lr", "strided")
 # How bytes travel between nodes: with keys?, `peer_data`, `peer_short_cut`.
 PEERS = {
     "streams": (False, "stream", "false"),
@@ -111,6 +112,9 @@ FIRES_S = 2.0  # for a point that is reached while a job trains
 RESUMED = re.compile(r"resuming at iteration (\d+)")
 # Of a start in which a fetch ends because a daemon did.
 NOT_BROUGHT = ("could not be brought here", "the daemon was restarted: start again")
+# Of a start whose replay does not come to what was recorded: the second one quarantines that.
+NOT_REPRODUCED = ("This is the first failure", "Two replays had the same result")
+TORN_AFTER = 3  # iterations of the next life
 TOGETHER = re.compile(r"all ranks run together again from iteration (\d+)")  # of a localized recovery
 JOB = "e2e"  # of tests.e2e.job
 
@@ -211,6 +215,7 @@ class Round:
     strikes: list[Strike] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     lives: int = 0
+    logs: str = ""  # all of them, if something is wrong
 
 
 def undisturbed(jobs: Jobs, layout: Layout) -> list[Path]:
@@ -269,8 +274,9 @@ class Training:
         self._has_ended = False  # this life, by the campaign itself
         self._resumes_at = -1  # of this life: at least
         self._moved = 0  # by how many nodes ranks are away from where they began
+        self._tear_at = -1  # the snapshot that this life's rank 0 records wrong
         self._others: list[tuple[Node, subprocess.Popen[bytes]]] = []  # daemons beside those of the nodes
-        self._command: subprocess.Popen[bytes] | None = None  # of an operator
+        self._command: Command | None = None  # of an operator
         self._manager: ServiceManager | None = None
         self._ending: subprocess.Popen[bytes] | Program | None = None  # a daemon that was told to
 
@@ -296,8 +302,10 @@ class Training:
         for node in self._net.nodes:
             node.settings |= {f"CKPTD_{key.upper()}": value for key, value in settings.items()}
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         disarm(self._plans)
+        if kind is not None or self.round.failures:
+            self.round.logs = self.logs
         self._stack.close()
 
     # -- looking ---------------------------------------------------------------------------------
@@ -380,13 +388,15 @@ class Training:
         for rank in range(self.round.layout.num_ranks):
             self._progress(rank).unlink(missing_ok=True)
         layout, nodes = self.round.layout, self._net.nodes
-        each = {
+        each: dict[int, tuple[str, ...]] = {
             rank: (
                 *("--daemon", nodes[(rank + self._moved) % len(nodes)].endpoint),
                 *("--progress", str(self._progress(rank))),
             )
             for rank in range(layout.num_ranks)
         }
+        if self._tear_at >= 0:
+            each[0] = (*each[0], "--tear-at", str(self._tear_at))
         self.round.lives += 1
         self._has_ended = False
         self._ranks = Ranks(
@@ -480,9 +490,13 @@ class Training:
             return self._promise() >= 0 if layout.replicas else any(s.durable for s in self._saved())
         if beside is Beside.MOVE:
             return layout.num_nodes > 1
+        if beside is Beside.TORN:  # what has replays, and none that a part of the ranks runs
+            return layout.case not in (*LOGGED, GRADIENTS, "dense")
         if beside is Beside.LIAR:
-            whole = layout.replicas > 1 and self._promise() >= 0
-            return layout.replicas > 0 and (whole or any(s.durable for s in self._saved()))
+            promised = self._promise() if layout.replicas else -1
+            # A start from the replicas makes what storage has after them outdated, before they prove wrong.
+            stored = any(s.durable and s.iteration <= promised for s in self._saved())
+            return promised >= 0 and (layout.replicas > 1 or stored)
         has = {
             Beside.PARK: layout.parks,
             Beside.AGE: layout.stores and layout.setting != BUCKET,
@@ -565,7 +579,8 @@ class Training:
             rank = self._rng.randrange(self.round.layout.num_ranks)
             ask_beside(node, beside, JOB, self._run, rank)
         elif beside.is_command:
-            self._command = command(beside, node, self._store_url, self._store_options)
+            store = self._store_url, self._store_options
+            self._command = command(beside, node, run=(JOB, self._run), store=store)
         elif beside is Beside.FOLDER:
             shutil.rmtree(node.segment_dir, ignore_errors=True)  # files come while it is removed
             strike.lost_node = node.name
@@ -574,6 +589,8 @@ class Training:
         elif beside is Beside.ASIDE:
             node.kill()
             put_aside(node, self._rng)
+        elif beside is Beside.TORN:
+            self._record_wrong(strike)
         else:
             node.kill()
             harms = {Beside.FLIP: flip_bits, Beside.FRONT: damage_front, Beside.HEADER: damage_headers}
@@ -590,6 +607,25 @@ class Training:
             strike.lost_node = f"{node.name} ({flipped} replicas of {liar.name} are wrong)"
         else:
             strike.lost_node = "all"  # but for storage
+
+    def _record_wrong(self, strike: Strike) -> None:
+        """A life that goes past an iteration whose snapshot has a wrong weight, if it is not hurt before."""
+        last = self.round.layout.total - 2
+        newest = max(self._step(rank)[0] for rank in range(self.round.layout.num_ranks))
+        self._tear_at = min(newest + TORN_AFTER, last - 1)
+        self._mend(strike)
+        deadline, past = time.monotonic() + SOON_S, min(self._tear_at + 2, last)
+        while not all(self._step(rank)[0] >= past for rank in range(self.round.layout.num_ranks)):
+            self._start_daemons(strike)
+            self._look(strike)
+            if self._someone_died(strike):
+                break
+            if time.monotonic() > deadline:
+                raise Wrong(f"not past iteration {past} {SOON_S:g} s later:\n{self._story()}")
+            time.sleep(0.05)
+        self._tear_at = -1
+        self._end_ranks()
+        strike.lost_node = "a snapshot that is right"
 
     def _await_command(self, strike: Strike) -> None:
         """Until a process of `ckptctl` was hurt, or all have ended."""
@@ -732,7 +768,8 @@ class Training:
         mine = {-signal.SIGKILL}
         if codes - mine:
             self._look(strike)
-        if codes - mine and not (_excused(strike, "trainer") or self._lost_its_holder(strike)):
+        excused = _excused(strike, "trainer") or self._lost_its_holder(strike) or self._met_wrong(strike)
+        if codes - mine and not excused:
             # Others fail in a collective when one of them is killed: the killed one is seen a moment later.
             time.sleep(0.3)
             codes = {process.exitcode for process, _ in self._ranks.started} - {None}
@@ -753,6 +790,12 @@ class Training:
         return (hurt or strike.beside is Beside.LIAR) and any(
             text in self._ranks.logs for text in NOT_BROUGHT
         )
+
+    def _met_wrong(self, strike: Strike | None) -> bool:
+        """Whether the replay of this start did not come to what was recorded, and that was recorded wrong."""
+        assert self._ranks is not None
+        is_wrong = strike is not None and strike.beside is Beside.TORN
+        return is_wrong and any(text in self._ranks.logs for text in NOT_REPRODUCED)
 
     def _start_daemons(self, strike: Strike | None) -> None:
         for node in self._net.nodes:
@@ -784,20 +827,23 @@ class Training:
 
     def _again(self, strike: Strike | None) -> None:
         """The next life, from another initialisation where there is a state to go back to."""
-        if strike is not None and strike.lost_node:
+        if strike is not None and strike.beside is Beside.TORN and strike.lost_node:
+            self._floor = best = min(
+                0, self._comes_back(0, strike)
+            )  # what counts is older than what is there
+        elif strike is not None and strike.lost_node:
             promised = -1 if strike.lost_node == "all" else self._promised
             best = self._comes_back(max(0, promised), strike)
             if strike.beside is Beside.LIAR and promised < 0:  # memory has more, and it is wrong
-                best = max((saved.iteration for saved in self._saved() if saved.durable), default=-1)
+                best = min(0, best)
             strike.went_back = max(0, self._floor - best)
             # What is newer than the promise may go until the start: hosts keep no more than is promised.
             self._floor = best = min(best, promised) if promised >= 0 else best
         else:
             best = self._comes_back(self._floor, strike)
         if best < 0:
-            raise Wrong(
-                f"iteration {max(0, self._floor)} was recoverable, and is not any more:\n{self._story()}"
-            )
+            was = f"iteration {max(0, self._floor)} was recoverable ({self._promised} was promised)"
+            raise Wrong(f"{was}, and {self._recoverable()} is now:\n{self._story()}")
         self._resumes_at = best
         self._start(seed=1000 + self.round.lives)
 
@@ -810,6 +856,12 @@ class Training:
             if time.monotonic() > deadline:
                 raise Wrong(f"{what}: not within {SOON_S:g} s\n{self._story()}")
             time.sleep(0.05)
+
+    @property
+    def logs(self) -> str:
+        """All that the daemons and this life's ranks have written."""
+        of_ranks = "" if self._ranks is None else self._ranks.logs
+        return "\n".join([*(f"-- log of {n.name}\n{n.log_text()}" for n in self._net.nodes), of_ranks])
 
     def _story(self) -> str:
         assert self._ranks is not None
