@@ -33,11 +33,13 @@ from ckptd.transport.messages import (
 from tests.ckptd.running import DaemonProcess
 from tests.cluster.proxy import FaultProxy
 
-__all__ = ["DEADLINE_S", "PORT", "Net", "Node"]
+__all__ = ["DEADLINE_S", "PATIENT_S", "PORT", "Net", "Node"]
 
 PORT = 29_471
 DATA_PORT = PORT + 1
 DEADLINE_S = 1.2
+# Where no node is lost: longer than any is slow. A fetch ends when its holder seems to be lost.
+PATIENT_S = "60"
 
 
 class Node(DaemonProcess):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.ctl.main import main as ckptctl
-from tests.ckptd.nodes import Net
+from tests.ckptd.nodes import PATIENT_S, Net
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.localized import KILL_AT, References, Story, damage
 from tests.e2e.test_quarantine import FIRST, SECOND
@@ -388,7 +388,10 @@ def test_what_lies_on_another_node_is_brought(
     tmp_path: Path, references: References, case: str, victim: int, replays: tuple[int, ...]
 ) -> None:
     """The log of a neighbour; the parked state of a twin."""
-    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, case) as story:
+    with (
+        Net(2, peer_deadline_s=PATIENT_S).up() as net,
+        on_two_nodes(net, tmp_path, references, case) as story,
+    ):
         story.lose(victim, point="inside" if case == "replicas" else "top")
         story.ends_exact()
         story.assert_only(*replays)
@@ -413,7 +416,10 @@ def test_ranks_that_change_their_nodes_take_along_what_they_had_parked(
     """The launcher has numbered the processes anew. What rank 1 is fed comes from where the others
     were before.
     """
-    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+    with (
+        Net(2, peer_deadline_s=PATIENT_S).up() as net,
+        on_two_nodes(net, tmp_path, references, "chain") as story,
+    ):
         story.lose(1)
         story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
         story.ends_exact()
@@ -426,7 +432,10 @@ def test_a_second_loss_while_those_who_moved_wait(tmp_path: Path, references: Re
     """Their parked states are where they were before, and so are their logs; and a third life plans
     from the same.
     """
-    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+    with (
+        Net(2, peer_deadline_s=PATIENT_S).up() as net,
+        on_two_nodes(net, tmp_path, references, "chain") as story,
+    ):
         story.lose(1)
         story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2
         second_loss(story, 1, 2)
@@ -458,7 +467,10 @@ def test_damage_in_a_parked_state_on_another_node_is_noticed_and_that_rank_repla
     """At the first start: who wants it cannot put it into quarantine, and tells the others that it
     has no use for it.
     """
-    with Net(2).up() as net, on_two_nodes(net, tmp_path, references, "chain") as story:
+    with (
+        Net(2, peer_deadline_s=PATIENT_S).up() as net,
+        on_two_nodes(net, tmp_path, references, "chain") as story,
+    ):
         story.lose(1)
         damage(net[1].segment_dir, story.run, 3, "parked")
         story.endpoints = [net[1].endpoint] * 2 + [net[0].endpoint] * 2

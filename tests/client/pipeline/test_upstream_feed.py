@@ -35,7 +35,7 @@ from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.holdings import fetch_piece, header_record
 from ckptd.memory.segment_file import open_segment
 from ckptd.transport.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status
-from tests.ckptd.nodes import PORT, Net, Node
+from tests.ckptd.nodes import PATIENT_S, PORT, Net, Node
 from tests.ckptd.running import eventually, fill
 from tests.ckptd.snapshots import states_in
 
@@ -102,7 +102,7 @@ def job() -> Job:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Net]:
     """Two nodes that stay as they are."""
-    with Net(2, peer_access="trusted").up() as net:
+    with Net(2, peer_access="trusted", peer_deadline_s=PATIENT_S).up() as net:
         yield net
 
 
@@ -165,7 +165,7 @@ def test_a_rank_reads_what_another_one_logged_on_a_node_whose_trainers_are_gone(
     job: Job, curve: bool
 ) -> None:
     """In batches: no more than two are here at a time, and none when it is through."""
-    with Net(2, curve=curve, peer_access="trusted").up() as net:
+    with Net(2, curve=curve, peer_access="trusted", peer_deadline_s=PATIENT_S).up() as net:
         with job.rank(net[0], 0) as sender:
             log(sender, *range(3, 10))
             card = sender.session.card

@@ -37,7 +37,7 @@ from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.image import ImageLayout, ImageView
 from ckptd.storage.image_format import TensorEntry
 from ckptd.transport.messages import SegmentInfo
-from tests.ckptd.nodes import Net
+from tests.ckptd.nodes import PATIENT_S, Net
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.daemon_link.test_rank_memory import attached, events, record
 from tests.client.rank_threads import outcomes
@@ -113,8 +113,7 @@ def living_on(run: str, *endpoints: str) -> Iterator[list[RankMemory]]:
 
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[str, str]]:
-    # Longer than any node is slow: a state that cannot be fetched in time leaves the plan.
-    with Net(2, peer_deadline_s="60").up() as net:
+    with Net(2, peer_deadline_s=PATIENT_S).up() as net:
         yield net[0].endpoint, net[1].endpoint
 
 
