@@ -114,6 +114,11 @@ class Beside(StrEnum):
         )
 
     @property
+    def is_damage(self) -> bool:
+        """Whether nobody knows what is left until it is read."""
+        return self in (Beside.FLIP, Beside.FRONT, Beside.HEADER, Beside.LIAR)
+
+    @property
     def is_command(self) -> bool:
         """Whether it is a process of `ckptctl`, which may be hurt itself."""
         return self in (Beside.KEYS, Beside.VERIFY, Beside.ASKS)

@@ -176,7 +176,7 @@ class Layout:
     @property
     def whole(self) -> int:
         """How many sealed slots on a node are enough for a rank to go back."""
-        return 1 if self.case == GRADIENTS else WINDOW
+        return 1 if self.case in (GRADIENTS, "dense") else WINDOW
 
 
 @dataclass(slots=True)
@@ -368,9 +368,20 @@ class Training:
             with contextlib.suppress(DaemonUnavailable), ControlClient(node.endpoint, timeout_s=5) as client:
                 for status in client.ask(GetPeers(), Peers).ranks:
                     if (status.run, status.kind) == (self._run, "snapshots") and status.wanted:
-                        counted = sum(target.counted for target in status.targets)
-                        found[status.rank] = status.floor if counted == self.round.layout.replicas else -1
+                        counted = [target.node for target in status.targets if target.counted]
+                        whole = len(counted) == self.round.layout.replicas and all(
+                            self._holds(name, status.rank, status.floor) for name in counted
+                        )
+                        found[status.rank] = status.floor if whole else -1
         return min(found.values()) if len(found) == self.round.layout.num_ranks else -1
+
+    def _holds(self, node: str, rank: int, end: int) -> bool:
+        """Whether the replicas of a rank on a node have all of this state: a target that has just taken the place of
+        another counts, and has nothing yet.
+        """
+        there = next(n for n in self._net.nodes if n.name == node)
+        found = {iteration for path in there.replicas(rank) for iteration in sealed(path)}
+        return found >= {*range(end - self.round.layout.whole + 1, end + 1)}
 
     # -- the job ---------------------------------------------------------------------------------
 
@@ -834,8 +845,8 @@ class Training:
         elif strike is not None and strike.lost_node:
             promised = -1 if strike.lost_node == "all" else self._promised
             best = self._comes_back(max(0, promised), strike)
-            if strike.beside is Beside.LIAR and promised < 0:  # memory has more, and it is wrong
-                best = min(0, best)
+            if strike.beside is not None and strike.beside.is_damage and promised < 0:
+                best = min(0, best)  # memory seems to have more than is right there, and comes before storage
             strike.went_back = max(0, self._floor - best)
             # What is newer than the promise may go until the start: hosts keep no more than is promised.
             self._floor = best = min(best, promised) if promised >= 0 else best
