@@ -24,6 +24,7 @@ from tests.ckptd.nodes import Net, Node
 from tests.client.rerouting.rerouted_job import batch, loss_of, optimizer_of, stage_of
 from tests.client.rerouting.snapshot_job import ITERATIONS, Drawn, begin_draws, draw
 from tests.client.rerouting.undisturbed import assert_equal, undisturbed
+from tests.long import long
 from tests.ports import free_port
 
 NEW_START = 75
@@ -171,6 +172,7 @@ def test_a_stage_without_workers_comes_back_from_what_others_have_captured(job: 
     _assert_undisturbed(job)
 
 
+@long
 @pytest.mark.slow
 def test_the_job_comes_back_after_the_loss_of_the_host_of_rank_0_and_of_a_worker_that_restores(
     job: Job,
@@ -192,7 +194,7 @@ def test_the_job_comes_back_after_the_loss_of_the_host_of_rank_0_and_of_a_worker
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 0])
+@pytest.mark.parametrize("replicas", [1, pytest.param(0, marks=long)])
 def test_snapshots_go_on_when_the_node_is_lost_that_had_those_of_a_stage(
     tmp_path: Path, replicas: int
 ) -> None:
