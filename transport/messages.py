@@ -268,6 +268,7 @@ class Holdings(Struct, frozen=True, tag=True):
     parked: tuple[HeldSegment, ...] = ()  # parked states; separate for the same reason
     record: RunRecord | None = None  # None: this node does not know the run
     failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce
+    durable: Iteration = -1  # of a checkpoint that all ranks have in storage, as far as this node saw it
 
 
 # -- All clients ---------------------------------------------------------------------------------

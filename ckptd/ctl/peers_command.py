@@ -149,9 +149,12 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
 
     try:
         found = predict(RunHoldings(held.snapshots, held.parked, held.logs, held.history.begun))
-        if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
+        newest = max((h.durable for h in seen.holdings), default=-1)
+        alone = isinstance(found.localized, LocalizedPlan)  # which goes on where the others are
+        suffices = alone or (isinstance(found.plan, RecoveryPlan) and found.plan.end >= newest)
+        if suffices or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
-        # Memory does not suffice: look at object storage, too.
+        # Memory does not suffice, or is older than what is durable: look at object storage, too.
         seen = client.ask(m.SeeRun(job, run, (), True, every_rank=True), m.RunSeen, timeout_s=_STORE_S)
         durable = newest_history(seen)
         stored = predict(RunHoldings(durable.snapshots, begun=durable.history.begun))

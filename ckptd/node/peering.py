@@ -167,7 +167,8 @@ class Peering:
     def holdings(self, job: str, run: str) -> Holdings:
         """Everything sealed that this node holds of a run."""
         record, failures = self.records.of(job, run), self.quarantine.failures(job, run)
-        return local_holdings(self._store, self.replicas, job, run, record, failures)
+        durable = -1 if self._stored is None else self._stored.durable_of(job, run)
+        return local_holdings(self._store, self.replicas, job, run, record, failures, durable)
 
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
         """Answer with what is held of a run: here, on its present and former nodes, and in storage."""

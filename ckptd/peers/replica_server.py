@@ -262,8 +262,9 @@ def local_holdings(
     run: str,
     record: RunRecord | None,
     failures: tuple[ReplayFailure, ...] = (),
+    durable: int = -1,
 ) -> Holdings:
-    """Every sealed slot of a run on this node, its record, and its failed replays."""
+    """Every sealed slot of a run on this node, its record, its failed replays, and what it saw become durable."""
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]
@@ -277,4 +278,5 @@ def local_holdings(
         tuple(s for s in parked if s.slots),
         record,
         failures,
+        durable,
     )

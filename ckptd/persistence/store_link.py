@@ -49,6 +49,8 @@ class StoreLink:
     Args:
         child: the store keeper.
         ranks_of: the ranks of a run that are attached here; a node requests only those.
+        durable_of: the newest checkpoint of a run that all ranks have in storage, as far as it was seen here;
+            -1: none.
         segments: the segments of this node into which stored bytes may be read.
     """
 
@@ -58,12 +60,14 @@ class StoreLink:
         *,
         post: Post,
         ranks_of: Callable[[str, str], Iterable[int]],
+        durable_of: Callable[[str, str], int],
         segments: Callable[[], Iterable[Segment]],
         boot_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._child, self._post, self._clock = child, post, clock
         self._ranks_of, self._segments = ranks_of, segments
+        self.durable_of = durable_of
         self.boot_id = boot_id
         self.address = PeerAddress(STORE_NODE, "")
         self._known: dict[str, w.CommittedCheckpoint] = {}

@@ -360,6 +360,7 @@ class StorageTier:
             self._child,
             post=node.post,
             ranks_of=ranks_of,
+            durable_of=self._durable_of,
             segments=lambda: (*node.store, *replicas),
             boot_id=node.boot_id,
         )
@@ -413,6 +414,11 @@ class StorageTier:
         """The newest checkpoint of a local rank's run that all ranks have in storage; -1: none."""
         rank = self._ranks.get(key)
         return -1 if rank is None else rank.state().committed
+
+    def _durable_of(self, job: str, run: str) -> int:
+        """The same of a run. Its ranks' trainers may have ended; their segments are here."""
+        keys = [key for key in self._ranks if (key.job, key.run) == (job, run)]
+        return max(map(self.durable_up_to, keys), default=-1)
 
     def close(self) -> None:
         """Stop; the next start resumes unfinished work."""

@@ -67,6 +67,8 @@ class RunView:
         idle: nodes that answered and have no rank now.
         silent: nodes that took part before and did not answer.
         drawn: a random number, from rank 0.
+        durable: the newest checkpoint that all ranks have in storage, as far as any node saw it; -1: none. It
+            may be of a history that does not count.
         known_epoch: the highest that any node knows; nothing may have been sealed in it yet.
         stored_epoch: the highest that storage shows; nothing of it may be complete. The next one must be
             above it, but need not follow it.
@@ -88,6 +90,7 @@ class RunView:
     drawn: int = 0
     known_epoch: int = -1
     stored_epoch: int = -1
+    durable: int = -1
     parked: tuple[HeldRecords, ...] = ()
     logs: tuple[HeldRecords, ...] = ()
     facts: Mapping[int, RankFacts] = field(default_factory=dict)
@@ -212,6 +215,7 @@ class _NodeInventory(msgspec.Struct, frozen=True):
     logs: list[bytes] = []
     records: list[NodeRecord] = []
     failures: list[ReplayFailure] = []
+    durable: int = -1
 
 
 def see_run(
@@ -264,6 +268,7 @@ def _inventory(seen: RunSeen, drawn: int) -> _NodeInventory:
         logs=[to_wire(held_from_segments(h.node, h.logs)) for h in holdings],
         records=[_record_of(h) for h in holdings if h.node != STORE_NODE],
         failures=[failure for h in holdings for failure in h.failures],
+        durable=max((h.durable for h in holdings), default=-1),
     )
 
 
@@ -302,6 +307,7 @@ def _view(here: Sequence[_Here], everybody: Sequence[_NodeInventory]) -> RunView
         drawn=everybody[0].drawn,
         known_epoch=max(theirs.epoch for theirs in everybody),
         stored_epoch=max(theirs.stored_epoch for theirs in everybody),
+        durable=max(theirs.durable for theirs in everybody),
         parked=parked,
         logs=logs,
         facts=_facts_of(here, logs, parked),

@@ -261,9 +261,7 @@ class _GlobalStart:
                 verify_iterations=verified,
             )
         if isinstance(plan, NoRecovery):
-            # An incarnation of an elastic job is a new run. What is durable of earlier ones was
-            # looked at when it was planned.
-            if not self._storage and memory.topology != WORLD_TOPOLOGY:
+            if self._may_ask_storage:
                 # Every rank comes to the same conclusion, whether or not its own node has a store.
                 self._storage = True
                 raise TryAgain
@@ -277,12 +275,23 @@ class _GlobalStart:
                     raise
                 logger.warning("a new history begins, with the state that is live: %s", error)
             return plan
+        if self._at is None and plan.end < view.durable and self._may_ask_storage:
+            # Replicas that lag must not bury it. If storage does not answer, memory counts.
+            self._storage = True
+            raise TryAgain
         if wanted and not verified:
             plan = replace(plan, unverified="the snapshots for it could not be had")
         if wanted:
             _refuse_what_cannot_be_compared(memory, plan, view)
         self._recoverable_before = True  # it may be no more, when what is damaged here is quarantined
         return plan
+
+    @property
+    def _may_ask_storage(self) -> bool:
+        """An incarnation of an elastic job is a new run: what is durable of earlier ones was looked at when it
+        was planned.
+        """
+        return not self._storage and self._memory.topology != WORLD_TOPOLOGY
 
     def _check_new_run(self, plan: NoRecovery, view: RunView) -> None:
         """Raise if the run must not begin anew."""

@@ -105,14 +105,23 @@ class StorageRecovery(StorageChecks):
         self.homes = {r: home if home in names else self.rng.choice(names) for r, home in self.homes.items()}
         held = [each for machine in usable for each in machine.held()]
         plan = self._plan(usable, held)
-        if isinstance(plan, RecoveryPlan):
+        if isinstance(plan, RecoveryPlan) and (self.back or plan.end >= self._durable_of(usable)):
             newer = any(c.end > plan.end for c in self.complete)
-            self.seen["memory is older than what is durable"] += newer
-            self.from_memory = True
-            self._resume(usable, plan)
+            self.seen["memory is older than what is durable, and no node knows"] += newer
+            self._resume_from_memory(usable, plan)
         else:
             self.from_memory = False
-            self._ask_stores(run_id, usable, held)
+            self.seen["memory is older than what is durable"] += isinstance(plan, RecoveryPlan)
+            self._ask_stores(run_id, usable, held, plan)
+
+    def _durable_of(self, usable: Sequence[Machine]) -> int:
+        """As of the daemons' `Holdings`."""
+        links = [m.tier.link for m in usable if m.tier is not None]
+        return max((link.durable_of(JOB, RUN) for link in links), default=-1)
+
+    def _resume_from_memory(self, usable: Sequence[Machine], plan: RecoveryPlan) -> None:
+        self.from_memory = True
+        self._resume(usable, plan)
 
     def _plan(self, usable: Sequence[Machine], held: Sequence[HeldRecords]) -> RecoveryPlan | NoRecovery:
         history = self._history(usable, held)
@@ -136,8 +145,14 @@ class StorageRecovery(StorageChecks):
         records = (record for each in history.held(held) for record in each.records)
         return epoch_table(records, history.begun)
 
-    def _ask_stores(self, run_id: int, usable: Sequence[Machine], held: Sequence[HeldRecords]) -> None:
-        """Each machine with ranks looks into the store."""
+    def _ask_stores(
+        self,
+        run_id: int,
+        usable: Sequence[Machine],
+        held: Sequence[HeldRecords],
+        of_memory: RecoveryPlan | NoRecovery,
+    ) -> None:
+        """Each machine with ranks looks into the store; if it does not answer, memory counts."""
         self.seen["store asked"] += 1
         asked = [m for m in usable if self.homes_on(m.name)]
         answers: dict[str, Holdings] = {}
@@ -150,8 +165,12 @@ class StorageRecovery(StorageChecks):
                 self._with_stored(usable, held, list(answers.values()), wanted)
 
         def refused(code: str, reason: str) -> None:
-            if run_id == self.run_id:
-                self.tell(f"the store cannot be asked: {code}: {reason}")
+            if run_id != self.run_id or self.running:
+                return
+            self.tell(f"the store cannot be asked: {code}: {reason}")
+            if isinstance(of_memory, RecoveryPlan):
+                self._resume_from_memory(usable, of_memory)
+            else:
                 self._again(self.rng.uniform(5.0, 60.0))
 
         for machine in asked:

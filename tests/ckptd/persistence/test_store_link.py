@@ -42,6 +42,7 @@ class Loop:
             self.child,
             post=self.posted.put,
             ranks_of=lambda job, run: self.attached,
+            durable_of=lambda job, run: -1,
             segments=list,
             boot_id="b",
             clock=self.now_s,

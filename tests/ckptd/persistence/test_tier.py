@@ -77,8 +77,12 @@ def test_a_rank_that_has_no_memory_yet_is_not_forgotten(daemon: Daemon) -> None:
     segment = daemon.store.create(descriptor(), 6, 1 << 20)
     for iteration in (1, 2):
         fill(segment, iteration, iteration)
+    link = daemon.tier.link
+    assert link.durable_of(RANK.job, RANK.run) == -1
     daemon.run_until(lambda: bool(daemon.told("persisted")))
     assert daemon.told("persisted") == ["checkpoint 2 is durable on all 1 ranks"]
+    assert link.durable_of(RANK.job, RANK.run) == 2
+    assert link.durable_of(RANK.job, "another") == -1
 
 
 @pytest.mark.parametrize("policy", ["partial", "sliding"])

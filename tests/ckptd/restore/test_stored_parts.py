@@ -69,6 +69,7 @@ def test_what_is_left_of_a_snapshot_is_read_and_what_is_lost_is_told_to_be(
         cast("Any", Child(desk)),
         post=lambda call: call(),
         ranks_of=lambda job, run: [0],
+        durable_of=lambda job, run: -1,
         segments=lambda: [segment],
         boot_id="b",
     )

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -145,6 +146,35 @@ def test_where_none_was_parked_the_nodes_are_asked_once(
         for found in find(memories, engine, widths=(4, 4)):
             assert isinstance(found, Resumption), found
     assert len(asked) == 1, "one rank of the node speaks for both"
+
+
+@pytest.mark.parametrize(("durable", "asked"), [(4, [False]), (5, [False, True])])
+def test_storage_is_asked_where_memory_is_older_than_what_is_durable(
+    endpoint: str,
+    run: str,
+    engine: CopyEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    durable: int,
+    asked: list[bool],
+) -> None:
+    """A replica that lagged buried twelve durable iterations. Where storage has nothing that counts, or does not
+    answer, memory does.
+    """
+    seen: list[bool] = []
+    ask = Session.see_run
+
+    def told(self: Session, *args: Any, **options: Any) -> RunSeen:
+        seen.append(options["storage"])
+        found = ask(self, *args, **options)
+        holdings = [msgspec.structs.replace(h, durable=durable) for h in found.holdings]
+        return msgspec.structs.replace(found, holdings=tuple(holdings))
+
+    monkeypatch.setattr(Session, "see_run", told)
+    with two_ranks(endpoint, run) as memories:
+        for found in find(memories, engine, widths=(4, 4)):
+            assert isinstance(found, Resumption), found
+            assert found.replay.end == 4
+    assert seen == asked
 
 
 def test_an_iteration_that_any_rank_was_beyond_is_not_new(
