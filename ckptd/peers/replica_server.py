@@ -264,7 +264,7 @@ def local_holdings(
     failures: tuple[ReplayFailure, ...] = (),
     durable: int = -1,
 ) -> Holdings:
-    """Every sealed slot of a run on this node, its record, its failed replays, and what it saw become durable."""
+    """Every sealed slot of a run on this node, its record, its failed replays, and what was seen durable."""
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]

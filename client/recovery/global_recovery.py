@@ -288,8 +288,8 @@ class _GlobalStart:
 
     @property
     def _may_ask_storage(self) -> bool:
-        """An incarnation of an elastic job is a new run: what is durable of earlier ones was looked at when it
-        was planned.
+        """An incarnation of an elastic job is a new run: what is durable of earlier ones was looked at when
+        it was planned.
         """
         return not self._storage and self._memory.topology != WORLD_TOPOLOGY
 

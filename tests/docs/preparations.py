@@ -334,6 +334,7 @@ NOT_RUN: dict[str, str] = {
     'RunOptions(job="tutorial"': "killed and resumed: tests/docs/test_tutorial.py",
     'slots=3, run=RunOptions(name="elastic"': "two ranks, then three: tests/e2e/test_elastic_docs.py",
     "optimizer = get_megatron_optimizer(": "two ranks of Megatron-Core: tests/e2e/test_integrations_megatron.py",
+    "engine, *_ = deepspeed.initialize(": "two ranks of DeepSpeed: tests/habits/test_deepspeed.py",
     "fed = FedLogs(": "a part of a localized recovery: tests/client/pipeline",
     "training = ReroutedTraining(": "under hosts: tests/client/rerouting",
     "if not log.receive_activation(buffer": "two ranks that send each other: tests/e2e/parallel/logged.py",

@@ -86,8 +86,9 @@ class _Closing:
 def test_a_block_that_is_not_run_is_a_program(block: CodeBlock) -> None:
     """What it imports is there."""
     program = ast.parse(block.text)
-    if "megatron" in block.text and find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed: pip install 'ckptd[megatron]'")
+    for library, distribution in (("megatron", "megatron-core"), ("deepspeed", "deepspeed")):
+        if library in block.text and find_spec(library) is None:
+            pytest.skip(f"{distribution} is not installed: pip install 'ckptd[{library}]'")
     with warnings.catch_warnings():
         if "megatron" in block.text:
             warnings.simplefilter("ignore")  # its own, about what it does not find
