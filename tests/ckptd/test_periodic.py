@@ -7,7 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -34,9 +34,9 @@ RANK = RankKey("job", "run", 0)
 class Node:
     """A node's part among peers, without a listener; the clock is a number."""
 
-    peering: Peering
     events: EventLog
     now_s: float = 1000.0
+    peering: Peering = field(init=False)
 
 
 @pytest.fixture
@@ -44,14 +44,14 @@ def node(tmp_path: Path) -> Iterator[Node]:
     store = SegmentStore(tmp_path, 1 << 30, "node", mlock="off", hugepages="off")
     events = EventLog(100)
     workers = Workers("test", 1, 10, lambda: None)
-    peering = Peering(
+    made = Node(events)
+    made.peering = Peering(
         NodeContext(DaemonConfig(), store, events, lambda work: work(), clock=lambda: made.now_s),
         NodeWorkers(workers, workers),
         doubt=lambda segment, index, sequence: None,
     )
-    made = Node(peering, events)
     yield made
-    peering.close()
+    made.peering.close()
     workers.close(1.0)
 
 

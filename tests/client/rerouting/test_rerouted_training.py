@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.options import SnapshotOptions
@@ -109,6 +110,8 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     line = inherited_line()
     assert line is not None
     yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
     inherited_line.cache_clear()
     line._socket.close()
     host.close()
