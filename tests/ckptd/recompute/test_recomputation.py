@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -124,6 +125,7 @@ def test_a_process_that_is_gone_is_started_again_after_a_while(side: Side, name:
 def test_a_request_that_waited_behind_one_without_an_answer_fails_with_it(side: Side) -> None:
     """Its thread must not talk with a process that is being ended, whose descriptors others have by then."""
     side.until(side.ready, "a process")
+    gc.collect()  # what earlier tests have left must not be closed meanwhile
     files = set(os.listdir("/proc/self/fd"))
     process = side.recomputation.pid
     side.submit("hangs", 2.0)  # half of it must be left when the thread begins
