@@ -51,8 +51,6 @@ RECORDED_COUNTS = (
     'recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
 )
 _FAILURES_IN_A_ROW = 3
-# After a resume whose replay was compared, which shows as much: the first new step comes before it.
-_STEPS_BEFORE_REHEARSAL = 8
 
 
 class LoopSide:
@@ -88,7 +86,7 @@ class LoopSide:
         self.left_behind: LeftBehind | None = None
         self._when_exact: Callable[[], None] | None = None
         self._phases: PhaseClock | None = None  # None once the first new step is done
-        self._new_from = self._rehearse_from = 0
+        self._new_from = 0
         self._page = inherited_page()
         self.step = 0
         self.stepping = False
@@ -374,8 +372,6 @@ class LoopSide:
             # meanwhile.
             self._follow(found)
         self._counter.enabled = True
-        if replay.compared and not replay.mismatches:
-            self._rehearse_from = replay.end + _STEPS_BEFORE_REHEARSAL
         if recorder is not None:
             recorder.replayed()
             if replay.mismatches:
@@ -423,9 +419,7 @@ class LoopSide:
         if self.rehearsal is not None and self.recorder is not None and self.replaying.replay is None:
             if self.rehearsal.over:
                 self.rehearsal = None
-            elif self.step >= self._rehearse_from and self.rehearsal.enter(
-                number := self._number_of(optimizer)
-            ):
+            elif self.rehearsal.enter(number := self._number_of(optimizer)):
                 rehearse = partial(self.rehearsal.before_update, number, args, kwargs)
         work = partial(self._weights_are_about_to_change, self._number_of(optimizer), rehearse)
         return before_update(args, kwargs, work)
