@@ -65,7 +65,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build(args: argparse.Namespace) -> Any:
-    """The engine; by DeepSpeed itself, or by Accelerate."""
+    """The engine."""
     net = Net()
     decayed = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]

@@ -91,13 +91,19 @@ while not os.path.exists("stop"):
 """
 
 
+def warm_for_late(hosting: Hosting) -> int:
+    """The zygote that waits for a script which imports ``late_of_test`` only when it runs."""
+    hosting.write("script/train.py", f"def main():\n{textwrap.indent(LATE, '    ')}\nmain()\n")
+    known(hosting)
+    assert hosting.run("--warm", "1", "script/train.py", env=environment(hosting)).returncode == 0
+    (zygote,) = zygotes()
+    return zygote
+
+
 def test_what_a_trainer_imports_later_is_imported_for_the_next_one(warm: Hosting) -> None:
     """The trainer lives on meanwhile."""
     warm.write("elsewhere/late_of_test.py", "")
-    warm.write("script/train.py", f"def main():\n{textwrap.indent(LATE, '    ')}\nmain()\n")
-    known(warm)
-    assert warm.run("--warm", "1", "script/train.py", env=environment(warm)).returncode == 0
-    (zygote,) = zygotes()
+    zygote = warm_for_late(warm)
     with launched(warm, env=environment(warm, **LAUNCHED)) as host:
         assert host.stdout is not None
         assert host.stderr is not None
@@ -124,10 +130,7 @@ def test_a_late_import_that_must_not_be_forked_costs_no_trainer(warm: Hosting) -
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "open('late', 'a').write(f'{os.getpid()}\\n')\n",
     )
-    warm.write("script/train.py", f"def main():\n{textwrap.indent(LATE, '    ')}\nmain()\n")
-    known(warm)
-    assert warm.run("--warm", "1", "script/train.py", env=environment(warm)).returncode == 0
-    (zygote,) = zygotes()
+    zygote = warm_for_late(warm)
     with launched(warm, env=environment(warm, **LAUNCHED)) as host:
         assert host.stdout is not None
         first = int(host.stdout.readline().split()[0])
