@@ -168,7 +168,8 @@ class Checkpointer:
         self._program = self._program or this_program(subject.binding, subject.stateful)
         self._sharing = NOTHING_SHARED
         self._engine = make_engine(subject.device, inline=bool(snapshots.inline_copy))
-        self._recovery = Recovery(subject, self._engine, self._loop.tape, recovery, self._audit)
+        partial = snapshots.of_experts
+        self._recovery = Recovery(subject, self._engine, self._loop.tape, recovery, self._audit, partial)
         self._ranks = Collectives.of_job(self._identity, node=platform.node())
         shared = subject.sharing if layout.capture_once else NOTHING_SHARED
         needed = needed_memory(self._binding, self._operators, snapshots, shared)

@@ -249,26 +249,31 @@ class RankMemory:
         *,
         epoch: int,
         end: int,
-    ) -> list[SnapshotImage]:
+        apart: Sequence[SnapshotToLoad] = (),
+    ) -> tuple[list[SnapshotImage], list[SnapshotImage]]:
         """Map what was fetched, begin the new history, and drop what belongs to an abandoned one.
 
         Args:
             pieces: the snapshots to load; empty if this rank goes on from parked state.
             epoch: the highest known.
             end: what is newer belongs to the abandoned history.
+            apart: snapshots outside the plan's chain; they were retrieved before ``pieces``.
+        Returns:
+            The images of ``pieces``, and those of ``apart``.
         Raises:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
         """
         unlike = self._newer_than_table_of(pieces[0], view) if pieces else []
-        mine = [record for record in retrieved.own if record is not None]
-        stats = self._stats
+        mine = [record for record in retrieved.own[len(apart) :] if record is not None]
+        pieces, stats = (*apart, *pieces), self._stats
         stats.from_storage = sum(map(only_stored, retrieved.missing(pieces)))
-        stats.from_peers = len(pieces) - len(mine) - stats.from_storage
+        stats.from_peers = len(retrieved.missing(pieces)) - stats.from_storage
         if mine and not unlike:
             unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
         arriving = None if retrieved.fetched is None else self._map(retrieved.fetched)
         if arriving is not None:
             self._segments.add(arriving)
+        own = [None if record is None else self._image(record) for record in retrieved.own]
         # What may be refused comes before what cannot be undone.
         self.begin_epoch_after(view, epoch, end)
         self._give_up(unlike)
@@ -277,14 +282,15 @@ class RankMemory:
         of_others = [r for r in records if r.epoch in view.others and r.iteration <= end]
         for record in (*truncate(records, end), *of_others):
             self._release(record)
-        if arriving is None:
-            return self.images(mine)
-        arrivals = Arrivals(self.session, arriving, self._stats, asked_s=retrieved.asked_s)
-        slots = count()  # missing pieces were requested in this order
-        return [
-            self._image(own) if own is not None else arrivals.image(next(slots), piece.record)
-            for piece, own in zip(pieces, retrieved.own, strict=True)
-        ]
+        images = [image for image in own if image is not None]
+        if arriving is not None:
+            arrivals = Arrivals(self.session, arriving, self._stats, asked_s=retrieved.asked_s)
+            slots = count()  # missing pieces were requested in this order
+            images = [
+                image if image is not None else arrivals.image(next(slots), piece.record)
+                for piece, image in zip(pieces, own, strict=True)
+            ]
+        return images[len(apart) :], images[: len(apart)]
 
     def begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:
         """Begin the epoch that follows all that any node knows.
@@ -323,7 +329,7 @@ class RankMemory:
         return [self._image(r) for r in records]
 
     def _image(self, record: SlotRecord) -> SnapshotImage:
-        segment = self.table.segment(record.generation)
+        segment = self._segments.of(record)
         view = ImageView(segment.slot(record.index)[: record.image_len])
         base = segment.slot_base(record.index)
         return SnapshotImage(record.iteration, view, segment.memory, base, record.phase)

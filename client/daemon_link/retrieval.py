@@ -62,13 +62,19 @@ class Retrieval:
         self._session, self._segments = session, segments
 
     def retrieve(
-        self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...], undo: ExitStack
+        self,
+        pieces: Sequence[SnapshotToLoad],
+        cards: tuple[NodeCard, ...],
+        undo: ExitStack,
+        *,
+        wait: bool = False,
     ) -> Retrieved:
         """Verify the local pieces, and request the others.
 
         Args:
             cards: the addresses of the nodes.
             undo: gives back what was fetched.
+            wait: until all are here, also those that peers send.
         Raises:
             TryAgain: not these pieces; another plan may do.
             AttachRefused: there is no memory for them.
@@ -85,7 +91,8 @@ class Retrieval:
             undo.callback(self._session.drop, fetched.generation)
             # What only storage has has no other copy: if it is damaged, all ranks must go back to
             # an older snapshot.
-            if any(only_stored(piece) for piece in missing) and not self._arrives(fetched):
+            wait = wait or any(only_stored(piece) for piece in missing)
+            if wait and not self._arrives(fetched):
                 raise TryAgain
         except AttachRefused as error:
             # If its holders are gone, others may have it. If there is no memory for it, there will be none.

@@ -32,7 +32,13 @@ from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery.verification import Replayed
-from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, complete_suffixes, plan_recovery
+from ckptd.core.recovery.global_plan import (
+    NoRecovery,
+    RecoveryPlan,
+    complete_suffixes,
+    newer_anchors,
+    plan_recovery,
+)
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.localized_plan import NotLocalized
 from ckptd.core.recovery.quarantine import (
@@ -43,6 +49,7 @@ from ckptd.core.recovery.quarantine import (
     snapshots_used,
 )
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import CorruptionError, DaemonUnavailable
@@ -54,6 +61,7 @@ logger = get_logger(__name__)
 # Nodes may come and go while a plan is made. One more is for storage, which is looked at only if memory is
 # not enough, and one for nodes that are slow.
 _ATTEMPTS = 9
+_APART_PLANS = 2  # the first plans, too
 _VERIFIED_PLANS = 2  # the first plans; snapshots for comparison alone must not keep the run from resuming
 _NODES_SHOWN = 8
 _FAILURES_SHOWN = 3
@@ -137,7 +145,8 @@ class Recovered(NamedTuple):
 
     ``unverified``: why no replay compares the newest snapshot; "" if one does. ``dense``: all ranks
     begin with everything, so nothing is frozen anywhere. ``new_from``: no snapshot shows that this
-    iteration, or a later one, was done before.
+    iteration, or a later one, was done before. ``apart``: partial snapshots outside the chain of ``images``,
+    newest first, with newer copies of some experts.
     """
 
     images: list[SnapshotImage]
@@ -146,6 +155,7 @@ class Recovered(NamedTuple):
     unverified: str = ""
     dense: bool = False
     new_from: int = 0
+    apart: Sequence[SnapshotImage] = ()
 
 
 def recover_global(
@@ -156,6 +166,7 @@ def recover_global(
     verify_iterations: int = 0,
     seen: RunView | None = None,
     whole: bool = False,
+    apart: bool = False,
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
@@ -170,6 +181,7 @@ def recover_global(
             is loaded; the same on all ranks.
         seen: an inventory that is as good as a new one, on all ranks or on none.
         whole: all ranks have a live state that is not older than any snapshot: beginning anew loses nothing.
+        apart: whether this rank has use for `newer_anchors`.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
         AttachRefused: there is no memory for what must be fetched, or the run was recovered again
@@ -179,7 +191,7 @@ def recover_global(
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
     """
-    procedure = _GlobalStart(memory, ranks, at, verify_iterations, seen, whole)
+    procedure = _GlobalStart(memory, ranks, at, verify_iterations, seen, whole, apart)
     agreed = agree_on_plan(ranks, procedure)
     if agreed is None:
         # Every rank comes here. Starting over would free what the others hold safely.
@@ -198,7 +210,9 @@ def recover_global(
         return plan.reason
     pieces = plan.per_rank[memory.identity.rank]
     with ranks.all_or_none():
-        images = memory.resume(pieces, procedure.retrieved, view, epoch=plan.epoch, end=plan.end)
+        images, aside = memory.resume(
+            pieces, procedure.retrieved, view, epoch=plan.epoch, end=plan.end, apart=procedure.apart
+        )
     reason = plan.reason
     if quarantined := quarantined_failures(view.failures):
         reason += f"; {reported_spans(quarantined)} are quarantined, since no replay reproduced them"
@@ -206,7 +220,7 @@ def recover_global(
     iterations = {tuple(piece.record.iteration for piece in of) for of in plan.per_rank.values()}
     replayed = Replayed(snapshots_used(pieces), everybody=len(iterations) == 1)
     new_from = plan.end if at is not None else max(plan.end, view.newest)
-    return Recovered(images, reason, replayed, plan.unverified, plan.dense, new_from)
+    return Recovered(images, reason, replayed, plan.unverified, plan.dense, new_from, aside)
 
 
 class _GlobalStart:
@@ -214,7 +228,8 @@ class _GlobalStart:
 
     Attributes:
         tried: plans whose snapshots were requested.
-        retrieved: by the last of them.
+        apart: snapshots outside the plan's chain that were retrieved with it.
+        retrieved: by the last of them, after those.
     """
 
     attempts = _ATTEMPTS
@@ -228,9 +243,11 @@ class _GlobalStart:
         verify_iterations: int,
         seen: RunView | None,
         whole: bool,
+        apart: bool,
     ) -> None:
         self._memory, self._ranks, self._at, self._seen = memory, ranks, at, seen
-        self._whole = whole
+        self._whole, self._apart = whole, apart
+        self.apart: Sequence[SnapshotToLoad] = ()
         self._verify_iterations = verify_iterations
         self._storage = self._patient = self._recoverable_before = False
         self.tried = 0
@@ -304,12 +321,22 @@ class _GlobalStart:
         """Verify this rank's snapshots, or request them."""
         assert isinstance(plan, RecoveryPlan), "without a plan nothing is retrieved"
         self.tried += 1
-        pieces = plan.per_rank[self._memory.identity.rank]
+        rank = self._memory.identity.rank
+        pieces, self.apart = plan.per_rank[rank], ()
+        if self._apart and self._at is None:
+            self.apart = newer_anchors(view.usable, plan, rank, homes=view.homes, epochs=view.epochs)
         try:
-            self.retrieved = self._memory.retrieval.retrieve(pieces, view.everybody, undo)
+            self.retrieved = self._memory.retrieval.retrieve(
+                (*self.apart, *pieces), view.everybody, undo, wait=bool(self.apart)
+            )
         except TryAgain:
+            # The run can do without them.
+            self._apart = self._apart and self.tried < _APART_PLANS
             raise
         except Exception as error:
+            if self.apart:
+                self._apart = False
+                raise TryAgain from error
             if plan.start == plan.needed:
                 raise
             # There may be memory for what the run needs, and none for the snapshots to compare with.

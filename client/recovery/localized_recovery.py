@@ -327,7 +327,7 @@ class _LocalizedProcedure:
         return LocalizedStart(plan, self._mine, images, self._feeds, values, new_from)
 
     def _resume(self, plan: LocalizedPlan) -> list[SnapshotImage]:
-        images = self._memory.resume(
+        images, _ = self._memory.resume(
             self._mine.snapshots, self._retrieved, self._view, epoch=plan.epoch, end=plan.resume
         )
         if self._parked is None:

@@ -177,6 +177,7 @@ class Replay(ReplayProgress):
             what another rank updates.
         older: of partial snapshots, those before the only one in ``images``, newest first: they have the
             experts that it lacks.
+        apart: partial snapshots that are no part of that chain, for the operators ``alone`` (a bitmap).
     Attributes:
         compared: how many tensors were.
         mismatches: what was recomputed otherwise than it was recorded, in words.
@@ -192,12 +193,16 @@ class Replay(ReplayProgress):
         freezing: str,
         begins_dense: bool = False,
         older: Sequence[SnapshotImage] = (),
+        apart: Sequence[SnapshotImage] = (),
+        alone: int = 0,
     ) -> None:
         super().__init__([image.iteration for image in images])
         self._loader, self._binding, self._activity = loader, loader.binding, loader.activity
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing = freezing
-        self._begins_dense, self._older = begins_dense, list(older)
+        self._begins_dense = begins_dense
+        each = [*((image, None) for image in older), *((image, alone) for image in apart)]
+        self._older = sorted(each, key=lambda found: -found[0].iteration)
         self._known_scalars: dict[int, dict[str, Any]] = {}
         self._limiter = BackwardLimiter(self._activity.split_params)
         self._first_forward_done = False
@@ -236,7 +241,8 @@ class Replay(ReplayProgress):
     @property
     def sources(self) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
         """Of partial snapshots: step scalars by iteration, and the iteration from which each operator is."""
-        images = {image.iteration: image.scalars() for image in (*self._images, *self._older)}
+        every = (*self._images, *(image for image, _ in self._older))
+        images = {image.iteration: image.scalars() for image in every}
         return images, self._loader.anchored_at
 
     @validated
@@ -265,8 +271,8 @@ class Replay(ReplayProgress):
         """
         self.on(ReplayEvent.LOAD_TENSORS)
         self._loader.load(self._images[0], self._scalars(0), everything=True)
-        for image in self._older:
-            self._loader.fill(image, image.scalars())
+        for image, alone in self._older:
+            self._loader.fill(image, image.scalars(), alone)
         self._activity.begin(dense=self._begins_dense)
         if not self._activity.frozen_rows:
             self.freezing = "none"

@@ -190,18 +190,23 @@ class SnapshotLoader:
         self._note_anchors(image, fresh)
         self._begun.update(wanted)
 
-    def fill(self, image: SnapshotImage, scalars: Mapping[str, Any]) -> None:
-        """Load from an older partial snapshot what newer ones lack. A collective call as `load`."""
+    def fill(self, image: SnapshotImage, scalars: Mapping[str, Any], alone: int | None = None) -> None:
+        """Load from an older partial snapshot what newer ones lack. A collective call as `load`.
+
+        Args:
+            alone: bitmap of the only operators to load. No other rank holds them, and the call is not collective.
+        """
         activity, binding, scope = self.activity, self.binding, self._scope
-        fresh = activity.activate(self.broadcast.anchors(image))
+        fresh = activity.activate(self.broadcast.anchors(image) if alone is None else image.anchors & alone)
         wanted, absent = activity.rows_of(fresh), set(scalars["absent"])
         kinds = _KINDS[scope] if scope is not None else frozenset()
         experts = [op for i, op in enumerate(self.operators) if fresh >> i & 1]
         buffers = buffers_of_experts(experts, binding.buffers(), binding.num_rows)
         self.bytes_loaded += self._restore(image, wanted, {}, absent, buffers=buffers, kinds=kinds)
-        absent |= self.broadcast.hand(
-            lambda of: self._to_send(image, of, fresh, 0, scalars["absent"], None, kinds), self.take
-        )
+        if alone is None:
+            absent |= self.broadcast.hand(
+                lambda of: self._to_send(image, of, fresh, 0, scalars["absent"], None, kinds), self.take
+            )
         # Of a fused tensor, the newest snapshot with some of its rows has what is not per row.
         names = [n for n in wanted if n not in self._begun and n in binding.owner.keys() - binding.elsewhere]
         if scope is not PartialScope.WEIGHTS:

@@ -20,8 +20,9 @@ from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
-from ckptd.client.model.replicated_params import ReplicatedParams
-from ckptd.client.options import RecoveryOptions
+from ckptd.client.model.operators import Operator
+from ckptd.client.model.replicated_params import EVERY_RANK, ReplicatedParams
+from ckptd.client.options import PartialOptions, RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.audit_mode import StepAudit, compute_as_recorded
 from ckptd.client.recovery.global_recovery import recover_global
@@ -34,6 +35,7 @@ from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replica_broadcast import arrange
 from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.client.recovery.verification import Verification
+from ckptd.client.schedule.partial_schedule import experts_alone, parts_of_experts
 from ckptd.client.schedule.snapshot_plan import (
     SnapshotPlan,
     captured_once,
@@ -114,6 +116,7 @@ class Recovery:
         subject: as it is built now. A replay gives replicated operators to all ranks that share them,
             whether or not they have the same values now.
         audit: the folder of the audit for which this process was started; None: it trains.
+        partial: of partial snapshots; None: the policy is another one.
     Attributes:
         freezing: that of the subject, or ``drop`` if an earlier trainer left that hint.
     """
@@ -125,9 +128,11 @@ class Recovery:
         tape: Tape,
         options: RecoveryOptions,
         audit: Path | None = None,
+        partial: PartialOptions | None = None,
     ) -> None:
         self._at, self._audit = _wanted_iteration(options.resume_at), audit
         self._subject, self._engine, self._tape, self._options = subject, engine, tape, options
+        self._partial = partial
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory, ranks: Collectives, *, whole: bool = False) -> Resumption | None:
@@ -158,7 +163,13 @@ class Recovery:
         else:
             seen = begun if isinstance(begun, RunView) else None
             recovered = recover_global(
-                memory, ranks, self._at, verify_iterations=verify_iterations, seen=seen, whole=whole
+                memory,
+                ranks,
+                self._at,
+                verify_iterations=verify_iterations,
+                seen=seen,
+                whole=whole,
+                apart=bool(self._alone(subject.operators)),
             )
             if isinstance(recovered, str):
                 if self._audit is not None:
@@ -179,7 +190,13 @@ class Recovery:
                     # Each expert from the newest snapshot that has it; nothing is replayed.
                     images, older = found.images[-1:], found.images[-2::-1]
                 replay = self.replay_of(
-                    images, plan, ranks, alone=alone, dense=found.dense or plan.lossy, older=older
+                    images,
+                    plan,
+                    ranks,
+                    alone=alone,
+                    dense=found.dense or plan.lossy,
+                    older=older,
+                    apart=found.apart if plan.lossy else (),
                 )
                 # The first snapshot must have arrived. Replay waits for the others.
                 _ = images[0].view
@@ -283,6 +300,7 @@ class Recovery:
         alone: bool = False,
         dense: bool = False,
         older: Sequence[SnapshotImage] = (),
+        apart: Sequence[SnapshotImage] = (),
     ) -> Replay:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
 
@@ -290,6 +308,7 @@ class Recovery:
             alone: the images have everything that this rank has; it receives nothing from others.
             dense: the oldest one anchors everything, on all ranks.
             older: partial snapshots before the only one of ``images``, newest first.
+            apart: further ones, for experts of which no other rank has a replica.
         Raises:
             ValueError: no rank that this rank can reach has recorded what both share.
         """
@@ -307,7 +326,20 @@ class Recovery:
             freezing=self.freezing,
             begins_dense=dense,
             older=older,
+            apart=apart,
+            alone=sum(1 << i for i in self._alone(plan.operators, plan.owners)),
         )
+
+    def _alone(self, operators: Sequence[Operator], owners: Sequence[int] = ()) -> frozenset[int]:
+        """The experts that no other rank has; none if the policy has whole snapshots."""
+        if self._partial is None:
+            return frozenset()
+        subject = self._subject
+        shared = {i for indices in subject.sharing.groups(operators).values() for i in indices}
+        shared.update(i for i, owner in enumerate(owners) if owner != EVERY_RANK)
+        parts = parts_of_experts(subject.binding, operators)
+        num_experts = self._partial.num_experts
+        return experts_alone(operators, subject.identity.world_size, num_experts, parts) - shared
 
 
 def _lossy(memory: RankMemory) -> bool:

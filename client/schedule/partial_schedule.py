@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.options import MAX_WINDOW, PartialOptions, SnapshotOptions
@@ -25,7 +26,16 @@ from ckptd.core.partial_experts import (
 )
 from ckptd.core.snapshot_policy import OperatorCost, PartialScope, Schedule
 
-__all__ = ["PartialTurns", "check_experts", "durable_text", "durable_turns", "experts_of_layer", "scope_of"]
+__all__ = [
+    "PartialTurns",
+    "check_experts",
+    "durable_text",
+    "durable_turns",
+    "experts_alone",
+    "experts_of_layer",
+    "parts_of_experts",
+    "scope_of",
+]
 
 
 def scope_of(options: SnapshotOptions) -> PartialScope | None:
@@ -104,6 +114,43 @@ def durable_text(turns: DurableTurns, window: int) -> str:
         f"A DURABLE CHECKPOINT STORES {phases} OF {window} PARTS of the experts (persist_experts="
         f"{turns.experts} of {turns.of} in a layer) and takes the others from earlier ones, so each expert "
         f"is stored at least once in {-(-window // phases) + 1} checkpoints{limit}"
+    )
+
+
+def experts_alone(
+    operators: Sequence[Operator], world_size: int, num_experts: int | None, parts: Collection[int] = ()
+) -> frozenset[int]:
+    """The experts that certainly no other rank has, unless it is declared that some are shared.
+
+    Args:
+        num_experts: of the largest layer, on all ranks; None: unknown.
+        parts: operators that are a part of an expert, of which other ranks have the rest.
+    """
+    here = max(experts_of_layers([op.expert for op in operators]).values(), default=0)
+    certain = world_size == 1 or here * world_size == num_experts
+    return _whole_experts(operators, parts) if certain else frozenset()
+
+
+def parts_of_experts(binding: LiveState, operators: Sequence[Operator]) -> set[int]:
+    """The operators that are a part of an expert, of which other ranks have the rest: its tensors are sharded
+    along another dimension than that of the experts.
+    """
+    found = set()
+    for i, op in enumerate(operators):
+        for member in op.members if op.expert is not None else ():
+            placements = getattr(binding.params[member.param], "placements", ())
+            if any(p.is_shard() and (member.start is None or not p.is_shard(0)) for p in placements):
+                found.add(i)
+    return found
+
+
+def _whole_experts(operators: Sequence[Operator], parts: Collection[int]) -> frozenset[int]:
+    """Of an expert in several parts here, each part may have another owner."""
+    number = Counter(op.expert for op in operators)
+    return frozenset(
+        i
+        for i, op in enumerate(operators)
+        if op.expert is not None and number[op.expert] == 1 and i not in parts
     )
 
 
@@ -223,16 +270,9 @@ class PartialTurns:
         """
         if not self.selects:
             return frozenset()
-        here, total = max(self._here.values()), self.options.num_experts
-        alone = self.world_size == 1 or (total is not None and here * self.world_size == total)
-        shared = {i for i, owner in enumerate(owners) if owner != EVERY_RANK}
-        number = Counter(op.expert for op in operators)
-        return frozenset(
-            i
-            for i, op in enumerate(operators)
-            # Several parts here may have several owners.
-            if op.expert is not None and number[op.expert] == 1 and i not in parts and (alone or i in shared)
-        )
+        alone = experts_alone(operators, self.world_size, self.options.num_experts, parts)
+        shared = frozenset(i for i, owner in enumerate(owners) if owner != EVERY_RANK)
+        return alone | shared & _whole_experts(operators, parts)
 
     @property
     def _here(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, Rep
 from ckptd.client.model.snapshot_layout import computable, member_bytes
 from ckptd.client.options import MAX_WINDOW, SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
-from ckptd.client.schedule.partial_schedule import PartialTurns, scope_of
+from ckptd.client.schedule.partial_schedule import PartialTurns, parts_of_experts, scope_of
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
 from ckptd.core.schedule import (
@@ -255,22 +255,9 @@ def _plan_once(
         if selects:
             shared = [experts for _, experts in sharing.experts(parts)]
             plan.schedule = inputs.turns.of_owners(schedule, plan.owners, shared)
-        plan.selectable = inputs.turns.selectable(parts, plan.owners, _parts_of_experts(binding, parts))
+        plan.selectable = inputs.turns.selectable(parts, plan.owners, parts_of_experts(binding, parts))
     plan.measure_slots(binding)
     return plan
-
-
-def _parts_of_experts(binding: LiveState, operators: Sequence[Operator]) -> set[int]:
-    """The operators that are a part of an expert, of which other ranks have the rest: its tensors are sharded
-    along another dimension than that of the experts.
-    """
-    found = set()
-    for i, op in enumerate(operators):
-        for member in op.members if op.expert is not None else ():
-            placements = getattr(binding.params[member.param], "placements", ())
-            if any(p.is_shard() and (member.start is None or not p.is_shard(0)) for p in placements):
-                found.add(i)
-    return found
 
 
 def _only_costs_differ(

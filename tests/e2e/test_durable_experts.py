@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ckptd.client.daemon_link.mapped_segment import SlotFile
+from ckptd.client.values import unpack
 from ckptd.core.export_plan import ExportError
+from ckptd.core.slots.slots import SlotState
 from ckptd.export.exports import export_file
 from ckptd.export.store_source import open_stored
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.image import ImageView
 from ckptd.storage.stores.objects import ObjectStore
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.running import eventually
@@ -31,6 +36,7 @@ from tests.e2e.test_partial import _check, _load, _lost, _states, partial_option
 from tests.long import long
 
 EVERY = 5
+PEERS = ("--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain")
 
 
 @pytest.fixture
@@ -41,9 +47,13 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture
 def daemon(store: Path) -> Iterator[DaemonProcess]:
     """One that stores a checkpoint every few iterations, in place of the session's."""
-    often = ("--persist-every", str(EVERY), "--persist-every-s", "0")
-    with own_daemon("--memory", "256MiB", "--store", f"file://{store}", *often) as process:
+    with own_daemon(*storing(store)) as process:
         yield process
+
+
+def storing(store: Path) -> tuple[str, ...]:
+    often = ("--persist-every", str(EVERY), "--persist-every-s", "0")
+    return ("--memory", "256MiB", "--store", f"file://{store}", *often)
 
 
 def committed(store: ObjectStore, run: str) -> list[int]:
@@ -312,3 +322,106 @@ def test_all_ranks_take_the_same_copies_whichever_memory_is_lost(
     checkpoints = read_catalog(opened, "e2e", "several").committed
     listed = [read_manifest(opened, info.key) for c in checkpoints for info in c.manifests.values()]
     assert any(each.start <= each.end - EVERY for each in listed), "no checkpoint lists older images"
+
+
+def anchored(operators: list[str], images: Iterable[tuple[int, int]], end: int) -> dict[str, int]:
+    """By expert, the newest of these images (iteration, bitmap of anchors) up to ``end`` that has it."""
+    found: dict[str, int] = {}
+    for iteration, anchors in images:
+        for number, name in enumerate(operators):
+            if iteration <= end and anchors >> number & 1 and ".experts." in name:
+                found[name] = max(found.get(name, -1), iteration)
+    return found
+
+
+def in_memory(daemon: DaemonProcess, rank: int) -> tuple[list[str], list[tuple[int, int]]]:
+    """The operators of a rank, and its sealed snapshots on a node: iteration, and bitmap of anchors."""
+    found, operators = [], []
+    for path in daemon.segment_dir.glob(f"*~r{rank}~*"):
+        file = SlotFile(path, "snapshots")
+        operators = [each[0] for each in unpack(file.descriptor.client)["operators"]]
+        for index in range(file.num_slots):
+            header = file.header(index)
+            if header is not None and header.state is SlotState.SEALED:
+                view = ImageView(file.slot(index)[: header.image_len])
+                found.append((header.iteration, view.anchors))
+    return operators, found
+
+
+def damage(folder: Path, iteration: int) -> None:
+    """Change a byte of rank 0's snapshot of this iteration."""
+    for path in folder.glob("*~r0~*.seg"):
+        file = SlotFile(path, "snapshots", shared=True)
+        for index in range(file.num_slots):
+            header = file.header(index)
+            if header is not None and header.iteration == iteration:
+                file.slot(index)[header.image_len - 1] ^= 1
+                return
+    pytest.fail(f"no slot of iteration {iteration}")
+
+
+@pytest.fixture
+def nodes(store: Path, request: pytest.FixtureRequest) -> Iterator[list[DaemonProcess]]:
+    """One node; or two that keep replicas of each other's snapshots."""
+    names = [("--node-id", name, *PEERS) for name in ("first", "second")] if request.param == 2 else [()]
+    with ExitStack() as stack:
+        yield [stack.enter_context(own_daemon(*storing(store), *name)) for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "nodes", "damaged"),
+    [
+        ("expert/by_hand", 1, False),
+        pytest.param("expert/fused", 1, False, marks=long),
+        pytest.param("expert/by_hand", 1, True, marks=long),
+        pytest.param("expert/by_hand", 2, False, marks=long),
+    ],
+    indirect=["nodes"],
+)
+def test_experts_of_one_rank_come_from_newer_copies_in_memory(
+    tmp_path: Path, nodes: list[DaemonProcess], store: Path, case: str, damaged: bool
+) -> None:
+    """All go back to the durable checkpoint; of what no other rank has, memory (its own or a peer's) has newer
+    copies (two-level recovery, MoC-System section 5.1). None is newer than that checkpoint, and one that is
+    damaged is not taken.
+    """
+    jobs, opened = Jobs(tmp_path, nodes[0].endpoint), open_store(f"file://{store}")
+    options = [*partial_options(num_experts=EXPERTS, persist_experts=1), "--step-ms", "30"]
+    states = {life: [_states(jobs, f"{life}-{rank}") for rank in range(2)] for life in ("before", "after")}
+
+    def each(life: str) -> dict[int, tuple[str, ...]]:
+        at = {rank: ("--daemon", nodes[rank % len(nodes)].endpoint) for rank in range(2)}
+        return {rank: (*at[rank], "--states", str(states[life][rank])) for rank in range(2)}
+
+    ended = Ranks(jobs, "kept", *options, case=case, killed=1, kill_at=32, total=50, each=each("before"))
+    ended.end_by_the_death_of(1)
+    # What is due is uploaded from memory after the end, too.
+    eventually(lambda: committed(opened, "kept")[:1] == [30], "the last durable checkpoint", timeout_s=60)
+    holder = nodes[-1]
+    operators, memory = in_memory(holder, 0)
+    for process in nodes:
+        process.kill()
+        gone = "*" if process is not holder else "*~r1~*"
+        for path in process.segment_dir.glob(gone):
+            path.unlink()
+    if damaged:
+        at = max(at for at, _ in memory if at < 30)
+        damage(holder.segment_dir, at)
+        memory = [image for image in memory if image[0] != at]
+    for process in nodes:
+        process.start()
+    (found, *_) = read_catalog(opened, "e2e", "kept").committed
+    listed = {m.rank: m for m in (read_manifest(opened, info.key) for info in found.manifests.values())}
+    stored = [[(s.iteration, s.anchors) for s in listed[rank].snapshots] for rank in range(2)]
+    durable = [anchored(operators, images, 30) for images in stored]
+    best = anchored(operators, [*stored[0], *memory], 30)
+    assert len(best) == len(durable[0]) == EXPERTS // 2 * LAYERS
+    assert sum(best.values()) > sum(durable[0].values()), "memory has nothing that storage lacks"
+    outs = Ranks(jobs, "kept", *options, "--seed", "7", case=case, total=38, each=each("after")).end()
+    for rank, (out, taken) in enumerate(zip(outs, (best, durable[1]), strict=True)):
+        report = jobs.report(out)
+        assert report["resumed_from"] == 30, jobs.log(out)
+        timeline, resumed = (_load(states[life][rank]) for life in ("before", "after"))
+        _check(resumed[30], timeline, 30, report["lost"], experts_seen=EXPERTS // 2 * LAYERS)
+        assert report["lost"]["iterations"] == {name: at for name, at in taken.items() if at < 30}

@@ -81,10 +81,10 @@ class StorageRecovery(StorageChecks):
     # The end.
 
     def stop_job(self, why: str) -> None:
+        """Also a start that is under way: it may have counted on a machine that is gone."""
         self.tell(f"job stops: {why}")
-        if self.running:
-            self.running = False
-            self._again(self.rng.uniform(2.0, 20.0))
+        self.running = False
+        self._again(self.rng.uniform(2.0, 20.0))
 
     def _again(self, seconds: float) -> None:
         self.run_id += 1

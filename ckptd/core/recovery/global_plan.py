@@ -44,6 +44,7 @@ from ckptd.core.recovery.snapshot_tables import (
     common_start,
     conflicts_text,
     covering_starts,
+    groups_of,
     has_suffix,
     in_order,
     is_whole,
@@ -62,6 +63,7 @@ __all__ = [
     "NoRecovery",
     "RecoveryPlan",
     "complete_suffixes",
+    "newer_anchors",
     "plan_recovery",
     "reachable",
 ]
@@ -175,6 +177,56 @@ def reachable(
         before = one_before(tables, needed, end, within=verify_iterations)
         found.append((needed if isinstance(before, str) else before, end))
     return found
+
+
+def newer_anchors(
+    held: Iterable[HeldRecords],
+    plan: RecoveryPlan,
+    rank: int,
+    *,
+    homes: Mapping[int, str] = _NO_HOMES,
+    epochs: Mapping[int, int] = NO_EPOCHS,
+) -> tuple[SnapshotToLoad, ...]:
+    """Partial snapshots of a rank outside the plan's chain, up to its end and newest first, that anchor
+    operators later than the chain does (MoC-System, section 5.1: memory has newer experts than storage).
+
+    What is newer than the plan's end does not count: an expert of iteration u > end would learn from the
+    batches in between twice. Other ranks do not know of these snapshots, so nothing that several ranks hold
+    must be taken from them.
+
+    Args:
+        held, homes, epochs: as of `plan_recovery`.
+    """
+    known, chained = in_order(held), plan.per_rank[rank]
+    limits = stale_after(epoch_table(chain.from_iterable(h.records for h in known), epochs))
+    at = chained[0].sources[0]
+    of_rank = [i for i, h in enumerate(known) if h.rank == rank and h.partial]
+    table = next(
+        (
+            known[i].operators_id
+            for i in of_rank
+            if (known[i].node, known[i].segment) == (at.node, at.segment)
+        ),
+        None,
+    )
+    alike = [i for i in of_rank if known[i].operators_id == table]
+    found = [
+        (record, group.copies[record.iteration])
+        for group in groups_of(alike, known, limits)
+        for record in group.newest.values()
+        if record.iteration <= plan.end
+    ]
+    found.sort(key=lambda each: (each[0].iteration, each[0].anchors.bit_count()), reverse=True)
+    left = [piece.record for piece in chained]
+    sources, covered = Sources(known, homes), 0
+    newer = []
+    for record, copies in found:
+        while left and left[-1].iteration >= record.iteration:
+            covered |= left.pop().anchors
+        if record.anchors & ~covered:
+            newer.append(sources.ordered(rank, copies))
+            covered |= record.anchors
+    return tuple(newer)
 
 
 def _reported_spans(tables: Tables) -> str:

@@ -13,11 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, complete_suffixes, plan_recovery
+from ckptd.core.recovery.global_plan import (
+    NoRecovery,
+    RecoveryPlan,
+    complete_suffixes,
+    newer_anchors,
+    plan_recovery,
+)
 from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
-from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad, in_order, tables_of
 from ckptd.core.slots.ring import choose_slot, slots_for_window
-from ckptd.core.slots.slots import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState, epoch_table, stale_after
 from ckptd.errors import RemoteProtocolError
 
 EPOCH_0, EPOCH_1 = 0, 1
@@ -409,6 +415,32 @@ def test_no_image_of_a_durable_chain_is_mixed_with_memory() -> None:
     assert of_each_rank(both) == [[10, 11, 12]] * 2
 
 
+def test_memory_has_newer_copies_of_what_a_durable_chain_has() -> None:
+    """Up to the iteration at which all resume, and no more of them than have something newer."""
+    listed = (4, 5, 9, 12)
+    memory = replace(rank(0, 3, 2, 14), partial=True)
+    known = [memory, durable(0, *listed), durable(1, *listed)]
+    plan = planned(known)
+    newer = newer_anchors(known, plan, 0, homes={0: "0"})
+    # Of 12 storage has the newest snapshot without experts; 11 and 10 are the newest with the others.
+    assert iterations(newer) == [12, 11, 10]
+    assert {source.node for piece in newer for source in piece.sources[:1]} == {"0"}
+    assert newer_anchors(known, plan, 1) == ()
+    # A replica on another node does as well, and what storage has later than memory is not taken from there.
+    on_peer = replace(memory, node="2", own=False, records=memory.records[:-4])
+    assert iterations(newer_anchors([on_peer, *known[1:]], plan, 0)) == [10, 8]
+    # Neither snapshots of another table, nor whole ones, nor those that were abandoned.
+    for other in (
+        replace(memory, operators_id="of another model"),
+        replace(memory, partial=False),
+        replace(
+            memory, records=tuple(replace(r, epoch=1, epoch_start=r.iteration - 1) for r in memory.records)
+        ),
+    ):
+        epochs = {2: 1} if other.records[0].epoch else {}
+        assert newer_anchors([other, *known[1:]], plan, 0, epochs=epochs) == ()
+
+
 def test_a_rank_that_went_back_to_storage_and_one_whose_memory_is_older_do_not_mix() -> None:
     """After such a recovery the one has images of 4, 5, 9 and 12, the other one all snapshots since 2."""
     listed = (4, 5, 9, 12)
@@ -780,6 +812,43 @@ def test_random_cases_against_brute_force(seed: int) -> None:
                 )
             )
     check(known, world_size, {n: rng.choice("abcd") for n in range(world_size)})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_with_newer_anchors_each_operator_is_taken_from_its_newest_copy(seed: int) -> None:
+    """Of all that counts, up to the end of the plan; against a search for each operator."""
+    rng = random.Random(seed)
+    operators, starts = rng.randint(1, 3), [-1, *(rng.randint(-1, 4) for _ in range(2))]
+    known = []
+    for node, generation in itertools.product("ab", range(2)):
+        records = [some_record(rng, t, operators, starts) for t in range(7) if rng.random() < 0.7]
+        of_rank = held(0, records, node=node, own=node == "a", window=operators, generation=generation)
+        known.append(replace(of_rank, operators_id=rng.choice("xxy"), partial=rng.random() < 0.9))
+    plan = plan_recovery(known, 1)
+    if isinstance(plan, NoRecovery):
+        return
+    newer = newer_anchors(known, plan, 0)
+    assert newer == newer_anchors(list(reversed(known)), plan, 0)
+    chained, at = plan.per_rank[0], plan.per_rank[0][0].sources[0]
+    (of_plan,) = [h for h in known if (h.node, h.segment) == (at.node, at.segment)]
+    table = of_plan.operators_id if of_plan.partial else ""
+    alike = in_order(h for h in known if h.partial and h.operators_id == table)
+    seen = epoch_table(r for h in known for r in h.records)
+    counting = [r for group in tables_of(alike, stale_after(seen)).get(0, ()) for r in group.newest.values()]
+    taken = [piece.record for piece in (*chained, *newer)]
+
+    def newest(records: Iterable[SlotRecord], operator: int) -> int:
+        return max(r.iteration for r in records if r.anchors >> operator & 1 and r.iteration <= plan.end)
+
+    for operator in range(operators):
+        assert newest(taken, operator) == newest([*counting, *(p.record for p in chained)], operator)
+    assert iterations(newer) == sorted(iterations(newer), reverse=True)
+    for piece in newer:
+        later = [r for r in taken if r.iteration > piece.record.iteration]
+        assert piece.record.anchors & ~sum(
+            {1 << i for r in later for i in range(operators) if r.anchors >> i & 1}
+        )
 
 
 def some_record(rng: random.Random, t: int, operators: int, starts: Sequence[int]) -> SlotRecord:
