@@ -176,8 +176,7 @@ class Replay(ReplayProgress):
         begins_dense: the oldest image anchors everything, on all ranks: nothing is frozen, not even
             what another rank updates.
         older: of partial snapshots, those before the only one in ``images``, newest first: they have the
-            experts that it lacks.
-        apart: partial snapshots that are no part of that chain, for the operators ``alone`` (a bitmap).
+            experts that it lacks. With each, a bitmap of the only operators to take from it; None: all.
     Attributes:
         compared: how many tensors were.
         mismatches: what was recomputed otherwise than it was recorded, in words.
@@ -192,17 +191,13 @@ class Replay(ReplayProgress):
         tape: Tape,
         freezing: str,
         begins_dense: bool = False,
-        older: Sequence[SnapshotImage] = (),
-        apart: Sequence[SnapshotImage] = (),
-        alone: int = 0,
+        older: Sequence[tuple[SnapshotImage, int | None]] = (),
     ) -> None:
         super().__init__([image.iteration for image in images])
         self._loader, self._binding, self._activity = loader, loader.binding, loader.activity
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing = freezing
-        self._begins_dense = begins_dense
-        each = [*((image, None) for image in older), *((image, alone) for image in apart)]
-        self._older = sorted(each, key=lambda found: -found[0].iteration)
+        self._begins_dense, self._older = begins_dense, list(older)
         self._known_scalars: dict[int, dict[str, Any]] = {}
         self._limiter = BackwardLimiter(self._activity.split_params)
         self._first_forward_done = False

@@ -194,7 +194,7 @@ class SnapshotLoader:
         """Load from an older partial snapshot what newer ones lack. A collective call as `load`.
 
         Args:
-            alone: bitmap of the only operators to load. No other rank holds them, and the call is not collective.
+            alone: bitmap of the only operators to load; no other rank holds them: this is no collective call.
         """
         activity, binding, scope = self.activity, self.binding, self._scope
         fresh = activity.activate(self.broadcast.anchors(image) if alone is None else image.anchors & alone)

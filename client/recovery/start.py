@@ -316,6 +316,8 @@ class Recovery:
         if subject.identity.world_size > 1:
             suffix = (*images, *older) if plan.selection is not Selection.TURNS else ()
             broadcast = arrange(subject.sharing, plan.operators, plan.owners, ranks, suffix)
+        mine = sum(1 << i for i in self._alone(plan.operators, plan.owners))
+        every = [*((image, None) for image in older), *((image, mine) for image in apart)]
         return Replay(
             SnapshotLoader(
                 subject.binding, plan.operators, self._engine, None if alone else broadcast, plan.scope
@@ -325,9 +327,7 @@ class Recovery:
             tape=self._tape,
             freezing=self.freezing,
             begins_dense=dense,
-            older=older,
-            apart=apart,
-            alone=sum(1 << i for i in self._alone(plan.operators, plan.owners)),
+            older=sorted(every, key=lambda found: -found[0].iteration),
         )
 
     def _alone(self, operators: Sequence[Operator], owners: Sequence[int] = ()) -> frozenset[int]:

@@ -295,7 +295,7 @@ def test_all_ranks_take_the_same_copies_whichever_memory_is_lost(
     lost: str,
 ) -> None:
     """Replicated experts, which one rank captures, and experts of each rank's own. A rank whose memory has
-    newer experts takes those of storage, as the others do.
+    newer copies of replicated ones takes those of storage, as the others do.
     """
     jobs, opened = Jobs(tmp_path, daemon.endpoint), open_store(f"file://{store}")
     options = [*partial_options(**changes, persist_experts=1), "--step-ms", "30"]
