@@ -143,17 +143,19 @@ class ReplicatedParams:
         costs: Sequence[OperatorCost],
         phases: Sequence[Sequence[int]],
         *,
-        selects: bool = False,
+        partial: bool = False,
     ) -> list[int]:
         """The rank that captures each operator, or ``EVERY_RANK``.
 
         Args:
-            selects: owners select experts, so all get as many, whatever they capture besides.
+            partial: snapshots have some experts only, and owners outlive windows: all get as many experts,
+                whatever they capture besides. By bytes over all, in longer windows one rank would have a
+                small part of the experts, and much of what is in each snapshot.
         """
         owners = [EVERY_RANK] * len(operators)
         phase_of = _phase_of(phases)
         for group, all_of in self.groups(operators).items():
-            experts = self._experts_of(operators, all_of) if selects else {}
+            experts = self._experts_of(operators, all_of) if partial else {}
             sizes, turns = [costs[i].anchor_bytes for i in experts], [phase_of.get(i, 0) for i in experts]
             dealt = share_experts(list(experts.values()), sizes, turns, group.ranks)
             for i, owner in zip(experts, dealt, strict=True):

@@ -247,7 +247,8 @@ def _plan_once(
     )
     if before is None:
         whole = operator_costs(binding, parts, compute_dtypes, scope)
-        plan.owners = sharing.owners(parts, whole, schedule.phases, selects=selects)
+        partial = inputs.turns is not None
+        plan.owners = sharing.owners(parts, whole, schedule.phases, partial=partial)
     else:
         plan.owners = _owners_as_before(before, parts)
     if inputs.turns is not None:
