@@ -180,8 +180,8 @@ def test_owners_that_are_dealt_for_one_window_have_even_snapshots_in_each() -> N
         size |= {f"layers.{layer}.experts.{i}": 100 for i in range(experts)}
     parts = []
     for name in size:
-        layer, found, index = name.partition(".experts.")
-        kind, expert = (OperatorKind.EXPERT, (layer, int(index))) if found else (OperatorKind.DENSE, None)
+        container, found, index = name.partition(".experts.")
+        kind, expert = (OperatorKind.EXPERT, (container, int(index))) if found else (OperatorKind.DENSE, None)
         parts.append(Operator(name, kind, (ParameterRows(name),), expert=expert))
     costs = [OperatorCost(op.name, op.kind, size[op.name], 0 if op.expert else size[op.name]) for op in parts]
     sharing = ReplicatedParams({op.name: Replicas(tuple(range(ranks)), None) for op in parts})
