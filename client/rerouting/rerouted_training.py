@@ -36,7 +36,7 @@ from ckptd.client.options import DaemonOptions, RunOptions, SnapshotOptions
 from ckptd.client.pipeline.rerouted_stage import MicroBatch, ReroutedStage
 from ckptd.client.rerouting.epoch_group import OF_CALLS, EpochGroup, EpochSeat
 from ckptd.client.rerouting.stage_snapshots import StageSnapshots, checked_options
-from ckptd.client.rerouting.stage_state import StageState
+from ckptd.client.rerouting.stage_state import StageState, check_not_tied
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker
 from ckptd.core.reroute.reroute_plan import ReroutePlan, plan_reroute
@@ -191,6 +191,7 @@ class ReroutedTraining:
         Raises:
             ElasticError: a stage has no worker left.
             RuntimeError: of gloo, if no loss of another worker explains it; the worker should end.
+            ValueError: an embedding is tied over stages (`check_not_tied`).
             ValueError, CkptdError: of the start with snapshots, as `Checkpointer`.
         """
         self._begun, self._total = True, total
@@ -274,6 +275,9 @@ class ReroutedTraining:
             snapshots.leave()  # before another worker captures this stage
         self._runner.use(group.group, group.numbers, group.finish)
         told = self._tell(group)
+        if not self._seat.absent and all(each.done <= 0 for each in told.values()):  # as the job begins
+            begin, stages = self.rank - self.rank % self._grid.stages, self._grid.stages
+            check_not_tied(self._trained[0], partial(group.exchange, ranks=range(begin, begin + stages)))
         if snapshots is None:
             self._come_to_one_top(group, told)
             return

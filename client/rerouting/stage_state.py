@@ -1,23 +1,27 @@
-"""The state of a pipeline's stage: a copy to roll back to, and the bytes for a worker that comes back.
-
-Not through an optimizer's ``load_state_dict``, which casts state to the type of its parameter.
+"""The state of a pipeline's stage: a copy to roll back to, and the bytes for a worker that comes back; and
+whether a stage has the embedding of another one.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.rng_state import capture_rng, restore_rng
 
-__all__ = ["StageState"]
+__all__ = ["StageState", "check_not_tied"]
+
+_Shape = tuple[int, ...]
+_Found = list[tuple[str, bool, _Shape, int]]  # name, whether it is an embedding, shape, digest
 
 
 class StageState:
@@ -103,3 +107,49 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_copied(each) for each in value])
     return copy.deepcopy(value)
+
+
+def check_not_tied(module: nn.Module, exchange: Callable[[bytes], list[bytes]]) -> None:
+    """Check that no parameter of a stage has the values of another stage's embedding, as if they were tied.
+
+    Args:
+        exchange: gives what the stages of a pipeline send, in their order; a collective call.
+    Raises:
+        ValueError: one has, in any of the stages; on all of them.
+    """
+    tables = {m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    shapes = {shape for of in exchange(_packed(tuple(t.shape) for t in tables)) for shape in _unpacked(of)}
+    found = [
+        (name, param in tables, tuple(param.shape), _digest(param))
+        for name, param in module.named_parameters()
+        if tuple(param.shape) in shapes
+    ]
+    stages = [msgspec.msgpack.decode(of, type=_Found) for of in exchange(msgspec.msgpack.encode(found))]
+    for stage, of in enumerate(stages):
+        for name, _, shape, digest in (each for each in of if each[1]):
+            same = [
+                f"{other} of stage {number}"
+                for number, others in enumerate(stages)
+                for other, _, its_shape, its_digest in others
+                if number != stage and (its_shape, its_digest) == (shape, digest)
+            ]
+            if same:
+                raise ValueError(
+                    f"{name} of stage {stage} and {', '.join(same)} have the same values: nothing keeps an "
+                    "embedding equal that is tied over stages. Have them on one stage. If they shall be "
+                    "trained apart, begin with another value in one of them"
+                )
+
+
+def _packed(shapes: Iterable[_Shape]) -> bytes:
+    return msgspec.msgpack.encode(sorted(shapes))
+
+
+def _unpacked(shapes: bytes) -> list[_Shape]:
+    return msgspec.msgpack.decode(shapes, type=list[_Shape])
+
+
+def _digest(param: Tensor) -> int:
+    """Of its values; 63 bits."""
+    data = param.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(data.data) >> 1

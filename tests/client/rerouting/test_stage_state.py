@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptd.client.rerouting.stage_state import StageState
+from ckptd.client.rerouting.stage_state import StageState, check_not_tied
 
 Schedule = torch.optim.lr_scheduler.LambdaLR
 
@@ -97,3 +101,51 @@ def test_whoever_gets_the_state_goes_on_with_the_same_random_numbers() -> None:
     torch.manual_seed(9)
     state.unpack(packed)
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == wanted
+
+
+class Pipeline:
+    """What the stages of a pipeline would send each other."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._meet = modules, Barrier(len(modules))
+        self._sent: list[list[bytes]] = [[] for _ in modules]
+
+    def _exchange(self, stage: int, payload: bytes) -> list[bytes]:
+        self._sent[stage].append(payload)
+        self._meet.wait(10)
+        return [sent[len(self._sent[stage]) - 1] for sent in self._sent]
+
+    def check(self) -> list[str]:
+        """The refusal of each stage; "": it has none."""
+
+        def of(stage: int) -> str:
+            try:
+                check_not_tied(self._modules[stage], partial(self._exchange, stage))
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(self._modules)) as pool:
+            return list(pool.map(of, range(len(self._modules))))
+
+
+def test_an_embedding_that_is_tied_over_stages_is_named_on_all() -> None:
+    first, middle, last = (nn.Module() for _ in range(3))
+    first.embed, middle.layer, last.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+    assert Pipeline([first, middle, last]).check() == [""] * 3
+    last.head.weight = nn.Parameter(first.embed.weight.detach().clone())
+    for told in Pipeline([first, middle, last]).check():
+        assert "embed.weight of stage 0 and head.weight of stage 2 have the same values" in told
+    with torch.no_grad():
+        last.head.weight[0, 0] += 1
+    assert Pipeline([first, middle, last]).check() == [""] * 3, "they are trained apart"
+
+
+def test_stages_that_begin_alike_have_nothing_tied_without_an_embedding() -> None:
+    """Each stage was made after the same seed; and one stage may have both."""
+    alike = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    alike[1].load_state_dict(alike[0].state_dict())
+    both = nn.Module()
+    both.embed, both.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+    both.head.weight = both.embed.weight
+    assert Pipeline([both, *alike]).check() == [""] * 3
