@@ -124,6 +124,8 @@ class ReroutedTraining:
         self._begun, self._stepped, self._total = False, False, 0
         self._trained = module, optimizer, state
         self._snapshots: StageSnapshots | None = None
+        self._captors: list[int] = []  # by stage
+        self._again = False  # one of them should start again
         self.done = 0 if seat.first_epoch == 0 else _UNKNOWN
         seat.take()
         self._line = seat.line
@@ -225,6 +227,12 @@ class ReroutedTraining:
             yield self.done - 1, losses
             if self._agreed > self._line.epoch:  # all know of it, and are here
                 self._seat.enter(self._line.next_epoch(), self._settle)
+            elif self._again and self._snapshots is not None:  # the same holds for this
+                try:
+                    self._snapshots.leave()
+                    self._snapshots.go_on(self._seat.group, self._captors, self.done, self._total)
+                except OF_CALLS as error:
+                    self._seat.enter(self._seat.epoch_after(error), self._settle)
 
     def _iterate(
         self,
@@ -236,12 +244,14 @@ class ReroutedTraining:
             self._snapshots.forward_begins()
         self._top = capture_rng()
         self._runner.begin(self.done)
-        told, everyone = self._seat.group.begin_gather([self._line.heard()])
+        again = self._snapshots is not None and self._snapshots.waits
+        told, everyone = self._seat.group.begin_gather([self._line.heard(), again])
         losses = self._runner.run(
             self._plan(), partial(inputs, self.done), partial(targets, self.done), epoch=self._line.epoch
         )
         self._seat.group.finish(told)  # so all have made the step before this one
-        self._agreed = max(int(newest) for newest in everyone)
+        self._agreed = max(int(newest) for newest, _ in everyone)
+        self._again = any(bool(waits) for _, waits in everyone)
         before = self._state.copy(), self._top
         self._stepped = True
         self._optimizer.step()
@@ -290,7 +300,8 @@ class ReroutedTraining:
         top = self._come_to_one_top(group, told)
         # Whoever captured before has the snapshots on its node.
         first = [rank for rank in _with_state(told) if told[rank].captured]
-        snapshots.go_on(group, self._one_of_each_stage([*first, *_with_state(told)]), top, self._total)
+        self._captors = self._one_of_each_stage([*first, *_with_state(told)])
+        snapshots.go_on(group, self._captors, top, self._total)
 
     def _tell(self, group: EpochGroup) -> dict[int, _Told]:
         """What all say of themselves, by rank; a collective call."""

@@ -9,10 +9,13 @@ recovery knows of re-routing, and D may be another number in the next start.
 With each epoch of the job the workers that capture start anew (`Checkpointer`), together: only then is it
 known who is there. The run goes on from the newest iteration that is complete, as after a failure, but
 nothing is loaded: the live state is whole. If a worker dies meanwhile, the next epoch begins the same anew.
+If the start fails, training goes on without snapshots, and all start again later, between two iterations.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -52,6 +55,7 @@ logger = get_logger(__name__)
 # among what a worker that comes back gets.
 _RECOVERY = RecoveryOptions(verify_iterations=0, rehearse=False, park=False)
 _LAYOUT = LayoutOptions(attributes=False)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # between starts that fail; each may hold up training
 
 
 def checked_options(
@@ -121,6 +125,7 @@ class StageSnapshots:
         self._names, self._chosen, self._agreed = (named.job, named.run), not named.origin, False
         self._steps: Generator[int, None, None] | None = None
         self._next, self._total = 0, 0
+        self._pause_s, self._again_s = _FIRST_PAUSE_S, math.inf
         self.captured = False
         self.checkpointer: Checkpointer | None = None
 
@@ -133,6 +138,7 @@ class StageSnapshots:
             if self._steps is not None:
                 closing.callback(self._steps.close)
             self._steps = self.checkpointer = None
+            self._again_s = math.inf
 
     def agree_on_names(self, group: EpochGroup) -> None:
         """All workers know the run by the same names, wherever their scripts lie; a collective call.
@@ -174,7 +180,7 @@ class StageSnapshots:
     def go_on(self, group: EpochGroup, ranks: Sequence[int], top: int, total: int) -> None:
         """Go on capturing, in the live state of iteration ``top``; a collective call of those that capture.
 
-        Training does not depend on it: if it fails, an error is logged, and the next epoch tries again.
+        Training does not depend on it: if it fails, an error is logged, and `waits` says when to try again.
         """
         self.captured = ranks[self._stage] == group.rank
         if not self.captured:
@@ -183,12 +189,20 @@ class StageSnapshots:
             found = _GoingOn(*self._trained, self._begin(group, ranks), top=top, program=self._program)
         except (CkptdError, ValueError) as error:
             use_job_link(None)
-            logger.error(
-                "stage %d is not captured until workers are lost or come back: %s", self._stage, error
+            self._again_s = time.monotonic() + self._pause_s
+            text = (
+                "stage %d is not captured: %s; trying again in %.0f s, or when workers are lost or come back"
             )
+            logger.error(text, self._stage, error, self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             return
-        self.checkpointer = found
+        self.checkpointer, self._pause_s = found, _FIRST_PAUSE_S
         self._follow(found, found.begins, total)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this worker should start to capture again, which all that capture do together."""
+        return time.monotonic() >= self._again_s
 
     def top(self, iteration: int) -> None:
         """The top of an iteration: it is captured here, unless it was before."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckptd.client.options import DaemonOptions, RunOptions, SnapshotOptions
+from ckptd.client.rerouting import stage_snapshots
 from ckptd.client.rerouting.epoch_group import EpochGroup
 from ckptd.client.rerouting.stage_snapshots import StageSnapshots, checked_options
 from ckptd.client.rerouting.stage_state import StageState
@@ -210,6 +211,29 @@ def test_snapshots_go_on_when_the_node_is_lost_that_had_those_of_a_stage(
             job.stop()
 
 
+@long
+@pytest.mark.slow
+def test_snapshots_begin_again_when_the_daemon_is_back(tmp_path: Path) -> None:
+    """It was away when the workers began to capture after a loss; nobody is lost, or comes back, after that."""
+    with Net(1, memory="128MiB").up() as net:
+        (node,) = net.nodes
+        job = Job(tmp_path, [node.endpoint] * 4)
+        try:
+            job.start()
+            first, second = job.until_captured()
+            node.kill()
+            job.kill(first)
+            job.until(lambda: "trying again in" in job.log(second).read_text(), "the refusal")
+            job.until(lambda: bool(job.told(first)), "the return of the worker")
+            node.launch()
+            job.until_captured()
+            (job.folder / "go_on").touch()
+            assert job.end() == [0] * 4, [job.log(rank).read_text() for rank in range(4)]
+        finally:
+            job.stop()
+        _assert_undisturbed(job)
+
+
 def _lose_a_node(job: Job, nodes: Sequence[Node]) -> None:
     """That of the worker that captures stage 1, with its host, its daemon, and all that is in its memory."""
     job.start()
@@ -301,13 +325,30 @@ def test_a_worker_that_rolls_back_does_not_capture_again_what_is_there(
     worker.snapshots.leave()
 
 
-def test_training_goes_on_where_snapshots_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker(DaemonOptions(endpoint=f"ipc://{tmp_path}/none", timeout_s=0.1), "r")
-    worker.snapshots.go_on(EpochGroup(0), [0], 3, TOTAL)
+def test_training_goes_on_where_snapshots_cannot(
+    tmp_path: Path, endpoint: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tried again, later each time, and begin when the daemon is there."""
+    monkeypatch.setattr(stage_snapshots, "_FIRST_PAUSE_S", 0.0)
+    alone, place = EpochGroup(0), tmp_path / "daemon"
+    worker = Worker(DaemonOptions(endpoint=f"ipc://{place}", timeout_s=0.1), "r")
+
+    def waits() -> bool:
+        return worker.snapshots.waits
+
+    assert not waits()
+    worker.snapshots.go_on(alone, [0], 3, TOTAL)
     assert worker.snapshots.checkpointer is None
-    assert "stage 0 is not captured until workers are lost or come back" in caplog.text
+    assert "stage 0 is not captured: " in caplog.text
+    assert "trying again in 0 s, or when workers are lost or come back" in caplog.text
     worker.train(3)
-    worker.snapshots.finish()
+    assert waits()
+    worker.snapshots.leave()
+    assert not waits(), "another worker may capture next"
+    place.symlink_to(endpoint.removeprefix("ipc://"))
+    worker.snapshots.go_on(alone, [0], 4, TOTAL)
+    assert not waits()
+    _train_until_captured(worker, 4)
     worker.snapshots.leave()
 
 
