@@ -108,6 +108,7 @@ WINDOW = 4
 SOON_S = 120.0  # within it, everything is back, however slow the machine is
 ENDS_S = 600.0  # for all iterations: a busy machine may do one a second
 PARKS_S = 5.0
+SAME_S = 1.0
 FIRES_S = 2.0  # for a point that is reached while a job trains
 RESUMED = re.compile(r"resuming at iteration (\d+)")
 # Of a start in which a fetch ends because a daemon did.
@@ -346,6 +347,17 @@ class Training:
             self._look(strike)
         return best if best >= floor else -1
 
+    def _until_the_same(self) -> int:
+        """The newest iteration that is recoverable, once it no longer changes: what ended a moment ago is still
+        sealed.
+        """
+        best, since = self._recoverable(), time.monotonic()
+        while time.monotonic() < since + SAME_S:
+            time.sleep(0.05)
+            if (now := self._recoverable()) != best:
+                best, since = now, time.monotonic()
+        return best
+
     def _is_replicated(self) -> bool:
         """Whether each rank has a whole window on enough other nodes."""
         wanted = self.round.layout.replicas
@@ -527,7 +539,7 @@ class Training:
         strike = Strike(plan, beside=beside)
         self.round.strikes.append(strike)
         saved = self._saved()
-        before = self._floor = max([self._floor, *(s.iteration for s in saved)])
+        self._floor = max([self._floor, *(s.iteration for s in saved)])
         self._is_durable = any(s.durable for s in saved)
         self._promised = self._promise()
         arm(self._plans, plan)
@@ -567,8 +579,9 @@ class Training:
             self._mend(strike)
         if strike.lost_node:
             self._protect()
-        elif self._comes_back(before, strike) < 0:
-            raise Wrong(f"iteration {before} was recoverable, {self._recoverable()} is now:\n{self._story()}")
+        elif self._comes_back(self._floor, strike) < 0:
+            now = self._recoverable()
+            raise Wrong(f"iteration {self._floor} was recoverable, {now} is now:\n{self._story()}")
         return strike
 
     def _happens(self, beside: Beside, strike: Strike) -> None:
@@ -576,6 +589,11 @@ class Training:
         node = self._a_daemon()
         if beside.ends_ranks:
             self._end_ranks()
+        if beside is Beside.ASIDE:
+            # Until they had ended, newer snapshots could take the place of what is not promised.
+            self._floor = self._until_the_same()
+            if self._floor < self._promised:
+                raise Wrong(f"{self._promised} was promised, {self._floor} is there:\n{self._story()}")
         if beside is Beside.MOVE:
             self._moved += self._rng.randrange(1, self.round.layout.num_nodes)
         elif beside in (Beside.END, Beside.RELOAD):
