@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shlex
 import shutil
 import socket
@@ -198,12 +199,16 @@ def flip_replicas(node: Node) -> int:
 
 def put_aside(node: Node, rng: random.Random) -> str:
     """Leave a file, whose daemon is not there, as if an earlier one had put it aside, and a copy for a reader that is
-    gone; the file's name, or "".
+    gone; the file's name, or "". An older generation of a rank stays aside: its run has gone on without it.
     """
-    files = node.files()
-    if not files:
+    newest: dict[str, tuple[int, Path]] = {}
+    for path in node.files():
+        rank, generation = re.fullmatch(r"(.*~r\d+)~g(\d+)(?:~.*)?\.\w+", path.name).groups()  # type: ignore[union-attr]
+        key = rank if path.suffix == ".seg" else path.name  # replicas all come back
+        newest[key] = max(newest.get(key, (-1, path)), (int(generation), path))
+    if not newest:
         return ""
-    path = rng.choice(files)
+    _, path = rng.choice(sorted(newest.values()))
     job, run, _ = path.name.split("~", 2)
     shutil.copyfile(path, path.with_name(f"{job}~{run}~r0~c1073741825.fetched"))
     path.rename(path.with_name(path.name + ASIDE))
