@@ -3,6 +3,8 @@
 A host starts one of these per rank. Rank `r` holds stage `r % stages` of pipeline `r // stages`.
 
     RANK=0 WORLD_SIZE=8 … python -m ckptd.host --reroute -m examples.moe_pipeline.rerouted_train --stages 4
+
+With ``--protect RUN`` one worker of each stage takes snapshots, from which the whole job comes back.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--phase-ms", type=float, default=0.0, help="least time of each phase")
     parser.add_argument("--drop", action="store_true", help="drop each pipeline with a hole instead")
     parser.add_argument("--init-seed", type=int, default=0)
+    parser.add_argument(
+        "--protect", metavar="RUN", help="take snapshots; a job that is started again resumes"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="for logs and final states")
     return parser.parse_args()
 
@@ -128,6 +133,8 @@ def train(args: argparse.Namespace, log: TrainingLog) -> dict[str, Any]:
         seed=17,
         plan=dropping if args.drop else plan_reroute,
     )
+    if args.protect:
+        training.protect(args.protect)
     last_as_on_a_device(training.stage, args.phase_ms / 1e3)
     log.write("ready")
     data = MicroBatches()
