@@ -67,14 +67,15 @@ class Retrieval:
         cards: tuple[NodeCard, ...],
         undo: ExitStack,
         *,
-        wait: bool = False,
+        apart: int = 0,
     ) -> Retrieved:
         """Verify the local pieces, and request the others.
 
         Args:
             cards: the addresses of the nodes.
             undo: gives back what was fetched.
-            wait: until all are here, also those that peers send.
+            apart: so many of the first pieces are no part of the plan's chain. If one must be fetched, this
+                waits for all: the run can do without it, and not without the others.
         Raises:
             TryAgain: not these pieces; another plan may do.
             AttachRefused: there is no memory for them.
@@ -91,7 +92,7 @@ class Retrieval:
             undo.callback(self._session.drop, fetched.generation)
             # What only storage has has no other copy: if it is damaged, all ranks must go back to
             # an older snapshot.
-            wait = wait or any(only_stored(piece) for piece in missing)
+            wait = None in own[:apart] or any(only_stored(piece) for piece in missing)
             if wait and not self._arrives(fetched):
                 raise TryAgain
         except AttachRefused as error:

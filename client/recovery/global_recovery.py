@@ -327,7 +327,7 @@ class _GlobalStart:
             self.apart = newer_anchors(view.usable, plan, rank, homes=view.homes, epochs=view.epochs)
         try:
             self.retrieved = self._memory.retrieval.retrieve(
-                (*self.apart, *pieces), view.everybody, undo, wait=bool(self.apart)
+                (*self.apart, *pieces), view.everybody, undo, apart=len(self.apart)
             )
         except TryAgain:
             # The run can do without them.

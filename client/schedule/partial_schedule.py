@@ -123,12 +123,13 @@ def experts_alone(
     """The experts that certainly no other rank has, unless it is declared that some are shared.
 
     Args:
-        num_experts: of the largest layer, on all ranks; None: unknown.
+        num_experts: of a layer, on all ranks; None: unknown. Of layers with fewer nothing is certain.
         parts: operators that are a part of an expert, of which other ranks have the rest.
     """
-    here = max(experts_of_layers([op.expert for op in operators]).values(), default=0)
-    certain = world_size == 1 or here * world_size == num_experts
-    return _whole_experts(operators, parts) if certain else frozenset()
+    here = experts_of_layers([op.expert for op in operators])
+    alone = {name for name, number in here.items() if world_size == 1 or number * world_size == num_experts}
+    experts = ((i, operators[i].expert) for i in _whole_experts(operators, parts))
+    return frozenset(i for i, expert in experts if expert is not None and expert[0] in alone)
 
 
 def parts_of_experts(binding: LiveState, operators: Sequence[Operator]) -> set[int]:

@@ -15,6 +15,7 @@ from ckptd.client.schedule.partial_schedule import (
     check_experts,
     durable_text,
     durable_turns,
+    experts_alone,
     scope_of,
 )
 from ckptd.core.durable_experts import DurableTurns
@@ -136,6 +137,15 @@ def test_only_experts_of_which_one_rank_decides_are_selected() -> None:
     assert selectable(shared, [0, 0, 1, 0, 1, 0, 1, 0, 1]) == 8
     assert selectable(shared, [0, 0, 1, 0, 1, 0, 1, 0, 1], {2, 3}) == 6
     assert selectable(turns(4, world_size=4), [0, 0, 1, 0, 1, 0, 1, 0, 1]) == 0
+
+
+def test_of_a_layer_with_fewer_experts_than_others_nothing_is_certain() -> None:
+    """Both ranks may have the same."""
+    parts = [op for op in operators(4) if op.name not in ("1.2", "1.3")]
+    names = {parts[i].name for i in experts_alone(parts, 2, 8)}
+    assert names == {f"0.{i}" for i in range(4)}
+    assert len(experts_alone(parts, 1, None)) == 6
+    assert experts_alone(parts, 2, None) == frozenset()
 
 
 def test_an_expert_of_several_operators_takes_turns() -> None:
