@@ -488,6 +488,8 @@ class Recorder:
     def _pending_gradients(self) -> bool:
         """True if an optimizer has not used some gradients yet: those are in no snapshot."""
         binding = self._binding
+        if self.scalars.gradients_wait:
+            return True
         if self._updates.keys() >= set(range(len(binding.optimizers))):
             return False
         return any(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ckptd.client.capture.program import Program
 
 __all__ = [
+    "HoldsGradients",
     "Stateful",
     "StepScalars",
     "apply_groups",
@@ -58,6 +60,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+class HoldsGradients(ABC):
+    """An object of ``state=`` that knows of gradients in places that no hook sees.
+
+    A base class, not an attribute by name: objects of users come by ``state=``, too.
+    """
+
+    @property
+    @abstractmethod
+    def gradients_wait(self) -> bool:
+        """True in the middle of an accumulation: this top gets no snapshot."""
+
+
 def reproducible(item: Stateful) -> bool:
     """True if a repeat must arrive at the recorded state."""
     return bool(getattr(item, "reproducible", True))
@@ -82,6 +96,7 @@ class StepScalars:
         losses: ExpertLosses,
     ) -> None:
         self._binding, self._stateful = binding, stateful
+        self._holders = [item for item in stateful.values() if isinstance(item, HoldsGradients)]
         self._buckets = buckets
         self._stages: list[Any] = []
         self._stage_shapes: Mapping[int, StageShapes] = {}
@@ -94,6 +109,11 @@ class StepScalars:
     def know_stages(self, shapes: Mapping[int, StageShapes]) -> None:
         """Take the shapes that stages found out in an earlier life."""
         self._stage_shapes = shapes
+
+    @property
+    def gradients_wait(self) -> bool:
+        """True if an object of ``state=`` holds gradients that its optimizer has not used yet."""
+        return any(holder.gradients_wait for holder in self._holders)
 
     def go_by(self, program: Program) -> None:
         """From now on the run follows this program."""

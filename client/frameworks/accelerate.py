@@ -24,8 +24,6 @@ from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywor
 __all__ = ["checkpointer"]
 
 _REFUSED = {
-    "DEEPSPEED": "this integration cannot see what its engine keeps; pass the prepared model, which is the "
-    "engine, to ckptd.client.frameworks.deepspeed.checkpointer",
     "MEGATRON_LM": "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or "
     "DDP",
 }
@@ -42,7 +40,9 @@ def checkpointer(
     ``steps``, and fetch from ``ckpt.batches(loader)``.
 
     The rank, the loss scaler and the micro-batch count of ``accelerator.accumulate`` come from the
-    accelerator. ``accelerator.save_state`` and ``skip_first_batches`` are not needed.
+    accelerator. ``accelerator.save_state`` and ``skip_first_batches`` are not needed. With its DeepSpeed
+    plugin (ZeRO stage 0, 1 or 2) the prepared model is DeepSpeed's engine, of which is captured what
+    ``ckptd.client.frameworks.deepspeed`` captures.
 
     Args:
         optimizer: a prepared optimizer, or a list of them.
@@ -59,10 +59,31 @@ def checkpointer(
     own: dict[str, Stateful] = {"accelerator": _Counts(accelerator)}
     if accelerator.scaler is not None:
         own["scaler"] = accelerator.scaler
-    whole = whole_state(own, state or {})
     groups = CheckpointerOptions.of(options)
     who = groups.run.completed(rank=accelerator.process_index, world_size=accelerator.num_processes)
-    return Checkpointer(model, optimizer, whole, **replace(groups, run=who).keywords())
+    groups = replace(groups, run=who)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return _of_deepspeed(model, optimizer, own, state or {}, groups)
+    return Checkpointer(model, optimizer, whole_state(own, state or {}), **groups.keywords())
+
+
+def _of_deepspeed(
+    engine: Any,
+    optimizer: Any,
+    own: Mapping[str, Stateful],
+    given: Mapping[str, Stateful],
+    groups: CheckpointerOptions,
+) -> Checkpointer:
+    # Only where it is used: it is large, and need not be installed.
+    from ckptd.client.frameworks import deepspeed
+
+    deepspeed.check_engine(engine)
+    if getattr(optimizer, "optimizer", None) is not engine.optimizer:
+        raise ValueError(
+            f"optimizer= is a {type(optimizer).__name__} that is not around the optimizer of DeepSpeed's "
+            "engine: pass what the same accelerator.prepare() returned with the model"
+        )
+    return deepspeed.of_engine(engine, own, given, groups)
 
 
 class _Counts:

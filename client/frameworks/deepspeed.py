@@ -2,7 +2,8 @@
 
 DeepSpeed's ZeRO optimizer (stages 1 and 2) is not a torch optimizer: it is around one, which updates this
 data-parallel rank's parts of flat fp32 copies of the parameters. ckptd captures what the torch optimizer
-updates, the model's weights, and the engine's counters.
+updates, the model's weights, and the engine's counters. The integrations with Accelerate and with
+transformers' ``Trainer`` pass their engine to `of_engine`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ except ImportError as missing:
         f"ckptd.client.frameworks.deepspeed needs deepspeed ({missing}): pip install deepspeed"
     ) from missing
 
-from ckptd.client.capture.step_state import Stateful
+from ckptd.client.capture.step_state import HoldsGradients, Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.frameworks.step_driver import whole_state
 from ckptd.client.options import (
@@ -34,7 +35,7 @@ from ckptd.client.options import (
     check_keywords,
 )
 
-__all__ = ["checkpointer"]
+__all__ = ["check_engine", "checkpointer", "of_engine"]
 
 _LARGEST_STAGE = 2
 # Of an engine's configuration: what then computes steps, or holds state, in places that hooks cannot see.
@@ -55,10 +56,11 @@ def checkpointer(
 ) -> Checkpointer:
     """Create a ``Checkpointer`` for what ``deepspeed.initialize`` returned; loop over its ``steps``.
 
-    An iteration of ``steps`` has all micro-batches of an update: ``gradient_accumulation_steps`` calls of
-    ``engine.backward`` and ``engine.step``. The learning-rate scheduler, the loss scaler and the engine's
-    counters are captured, too. What data-parallel ranks hold alike is captured by one of them. With ZeRO each
-    snapshot is dense, since a rank's part of the flat parameters belongs to no operator.
+    An iteration of ``steps`` has all micro-batches of an update (``gradient_accumulation_steps`` calls of
+    ``engine.backward`` and ``engine.step``), or one of them: in between no snapshot is taken. The
+    learning-rate scheduler, the loss scaler and the engine's counters are captured, too. What data-parallel
+    ranks hold alike is captured by one of them. With ZeRO each snapshot is dense, since a rank's part of the
+    flat parameters belongs to no operator.
 
     Args:
         engine: with ZeRO stage 0, 1 or 2, before its first step.
@@ -70,12 +72,27 @@ def checkpointer(
         ValueError: the engine's configuration prevents an exact resumption; the message says what to do.
     """
     check_keywords("checkpointer()", options)
-    groups = CheckpointerOptions.of(options)
-    inner = _torch_optimizer(engine)
-    own: dict[str, Stateful] = {"deepspeed": _EngineState(engine)}
-    scheduler = engine.lr_scheduler
-    if scheduler is not None:
-        own["deepspeed_scheduler"] = scheduler
+    return of_engine(engine, {}, state or {}, CheckpointerOptions.of(options))
+
+
+def of_engine(
+    engine: Any,
+    own: Mapping[str, Stateful],
+    given: Mapping[str, Stateful],
+    groups: CheckpointerOptions,
+) -> Checkpointer:
+    """The `checkpointer` of an engine, also of one that another library made.
+
+    Args:
+        own: what the integration captures itself.
+        given: the user's objects.
+    Raises:
+        ValueError: see `checkpointer`.
+    """
+    inner = check_engine(engine)
+    of_deepspeed: dict[str, Stateful] = {"deepspeed": _EngineState(engine)}
+    if engine.lr_scheduler is not None:
+        of_deepspeed["deepspeed_scheduler"] = engine.lr_scheduler
     chosen = replace(groups, layout=_layout(groups.layout, engine))
     if engine.zero_optimization():
         # The torch optimizer is stepped once for each of its groups, and sees only that one in its step.
@@ -84,11 +101,16 @@ def checkpointer(
             recovery=replace(chosen.recovery, rehearse=False),
             snapshots=_dense(chosen.snapshots),
         )
-    return Checkpointer(engine.module, inner, whole_state(own, state or {}), **chosen.keywords())
+    whole = whole_state({**own, **of_deepspeed}, given)
+    return Checkpointer(engine.module, inner, whole, **chosen.keywords())
 
 
-def _torch_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside, if it and the model are all that the next step depends on."""
+def check_engine(engine: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside, if it and the model are all that the next step depends on.
+
+    Raises:
+        ValueError: there is more; the message says what, and what to do.
+    """
     if not isinstance(engine, DeepSpeedEngine):
         raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
             f"engine= is a {type(engine).__name__}: pass what deepspeed.initialize returned first"
@@ -167,22 +189,25 @@ def _masters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield names[id(param)], main
 
 
-class _EngineState:
+class _EngineState(HoldsGradients):
     """The engine's counters, and its loss scaler."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def gradients_wait(self) -> bool:
+        """ZeRO keeps the gradients of the micro-batches before the last one of an update."""
         engine = self._engine
-        waiting = engine.micro_steps % engine.gradient_accumulation_steps()
-        if waiting:
-            raise ValueError(
-                f"{waiting} of {engine.gradient_accumulation_steps()} micro-batches of an update have run at "
-                "the top of a step, and DeepSpeed keeps their gradients: run all of them in one iteration of "
-                "ckpt.steps"
-            )
-        found = {name: getattr(engine, name) for name in _COUNTERS}
+        last = engine._is_gradient_accumulation_boundary
+        if last is not None:
+            # Accelerate sets this before each backward, and calls engine.step() only where it is True: so
+            # micro_steps counts updates.
+            return not last
+        return bool(engine.micro_steps % engine.gradient_accumulation_steps())
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {name: getattr(self._engine, name) for name in _COUNTERS}
         scaler = self._scaler()
         return {**found, "scaler": {n: getattr(scaler, n) for n in _OF_A_SCALER if hasattr(scaler, n)}}
 

@@ -57,7 +57,6 @@ logger = get_logger(__name__)
 _REFUSED_ARGUMENTS = {
     "auto_find_batch_size": "it changes the batch size during training; set per_device_train_batch_size",
     "ignore_data_skip": "the data would start again after a failure; leave it off (CkptdCallback skips)",
-    "deepspeed": "hooks cannot see the weights and optimizer state that DeepSpeed keeps; use FSDP2 or DDP",
 }
 # Parameters of the Trainer's ``_run_epoch`` that the callback uses.
 _NEEDED = (
@@ -77,7 +76,8 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
 
     ``resume_from_checkpoint=`` is not needed. The snapshots contain the model, optimizer, scheduler, scaler,
     random state, position in the data, ``TrainerState`` with its log, and the state of callbacks that can
-    export theirs.
+    export theirs. With ``TrainingArguments(deepspeed=...)`` (ZeRO stage 0, 1 or 2) they contain what
+    ``ckptd.client.frameworks.deepspeed`` captures.
 
     Args:
         refetch: True: fetch the batches of the interrupted epoch again, which takes as long as fetching
@@ -129,7 +129,8 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
             name=_run_name(args.output_dir), rank=args.process_index, world_size=args.world_size
         )
         self._named = replace(self._options, run=name_of_this_training(who))
-        self._loop = TrainerLoop(trainer, self._make, refetch=self._refetch, log_scalars=self._log_scalars)
+        make = self._make_of_deepspeed if trainer.is_deepspeed_enabled else self._make
+        self._loop = TrainerLoop(trainer, make, refetch=self._refetch, log_scalars=self._log_scalars)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach; the end of the last epoch took the last snapshot."""
@@ -138,6 +139,13 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
     def _make(self, model: Any, optimizer: Any, state: dict[str, Stateful]) -> Checkpointer:
         whole = whole_state(state, self._state)
         self.checkpointer = Checkpointer(model, optimizer, whole, **self._named.keywords())
+        return self.checkpointer
+
+    def _make_of_deepspeed(self, engine: Any, optimizer: Any, state: dict[str, Stateful]) -> Checkpointer:
+        # Only where it is used: DeepSpeed is large, and need not be installed.
+        from ckptd.client.frameworks.deepspeed import of_engine
+
+        self.checkpointer = of_engine(engine, state, self._state, self._named)
         return self.checkpointer
 
     def _leave(self) -> None:
@@ -201,6 +209,10 @@ def _check_trainer(trainer: Trainer) -> None:
             f"Trainer uses {trainer.args.n_gpu} GPUs in one process (DataParallel), which ckptd cannot "
             "capture: start one process per GPU with torchrun"
         )
+    if trainer.is_deepspeed_enabled:
+        from ckptd.client.frameworks.deepspeed import check_engine
+
+        check_engine(trainer.model_wrapped)
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(

@@ -88,7 +88,8 @@ def final_state(engine: Any, losses: list[float]) -> dict[str, Any]:
     found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in inner.param_groups]
     counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     found["counters"] = {name: getattr(engine, name) for name in counters}
-    found["scheduler"], found["losses"] = engine.lr_scheduler.state_dict(), losses
+    found["scheduler"] = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    found["losses"] = losses
     found["rng"] = capture_rng()
     return found
 
@@ -119,7 +120,7 @@ def train(args: argparse.Namespace) -> None:
         )
         batches, steps = ckpt.batches(loader), ckpt.steps(args.total)
     for step in steps:
-        for micro in range(MICRO_BATCHES):
+        for micro in (step % MICRO_BATCHES,) if args.micro_steps else range(MICRO_BATCHES):
             loss = engine(next(batches)[0])
             engine.backward(loss)
             if step == args.kill_at and micro == 1:
@@ -145,6 +146,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--one-group", action="store_true")
+    parser.add_argument("--micro-steps", action="store_true", help="a step is a micro-batch, not an update")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -42,6 +42,8 @@ def parent() -> Iterator[Parent]:
         ("--stage", "1", "--precision", "fp32"),
         ("--stage", "2"),
         ("--stage", "2", "--precision", "fp32", "--one-group"),
+        ("--stage", "0", "--micro-steps"),
+        ("--stage", "2", "--micro-steps"),
     ],
     ids=" ".join,
 )
@@ -49,11 +51,14 @@ def test_resumes_at_the_exact_bits(
     parent: Parent, tmp_path: Path, daemon: DaemonProcess, options: tuple[str, ...]
 ) -> None:
     """The seed of the second life is another one: whatever was not restored shows."""
+    if "--micro-steps" in options:
+        options = (*options, "--total", "28")
+    kill_at = 2 * KILL_AT + 1 if "--micro-steps" in options else KILL_AT
     name, ports = uuid.uuid4().hex[:8], free_ports(3)
     ends = [[("--rank", str(rank), "--port", str(port), *options) for rank in (0, 1)] for port in ports]
     plain = [Life(tmp_path / f"plain{rank}.pt", *end) for rank, end in enumerate(ends[0])]
     runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
-    killed = [runs[0].life(*ends[1][0]), runs[1].life(*ends[1][1], "--kill-at", str(KILL_AT))]
+    killed = [runs[0].life(*ends[1][0]), runs[1].life(*ends[1][1], "--kill-at", str(kill_at))]
     resumed = [run.life(*end, "--seed", "9") for run, end in zip(runs, ends[2], strict=True)]
     codes = parent.live([plain, killed, resumed])
     told = "\n".join(life.log for life in (*plain, *killed, *resumed))
@@ -61,7 +66,7 @@ def test_resumes_at_the_exact_bits(
     assert codes[1][1] == -signal.SIGKILL, told
     assert codes[2] == [0, 0], told
     for reference, life in zip(plain, resumed, strict=True):
-        assert 0 < resumed_at(life.log) <= KILL_AT, life.log
+        assert 0 < resumed_at(life.log) <= kill_at, life.log
         assert differences(reference.out, life.out) == [], life.log
 
 
