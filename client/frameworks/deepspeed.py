@@ -90,6 +90,14 @@ def of_engine(
         ValueError: see `checkpointer`.
     """
     inner = check_engine(engine)
+    told, ranks = groups.run.world_size, dist.get_world_size()
+    if told not in (None, ranks):
+        raise ValueError(
+            f"this run is of world_size={told}, and DeepSpeed trains with {ranks} ranks: leave out "
+            "RunOptions(world_size=), or name Accelerate's backend where it finds none, as on a CPU: "
+            "InitProcessGroupKwargs(backend='gloo'), or PartialState(backend='gloo') before the arguments "
+            "of a Trainer"
+        )
     of_deepspeed: dict[str, Stateful] = {"deepspeed": _EngineState(engine)}
     if engine.lr_scheduler is not None:
         of_deepspeed["deepspeed_scheduler"] = engine.lr_scheduler
@@ -208,12 +216,15 @@ class _EngineState(HoldsGradients):
 
     def state_dict(self) -> dict[str, Any]:
         found = {name: getattr(self._engine, name) for name in _COUNTERS}
+        found["boundary"] = self._engine._is_gradient_accumulation_boundary
         scaler = self._scaler()
         return {**found, "scaler": {n: getattr(scaler, n) for n in _OF_A_SCALER if hasattr(scaler, n)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self._engine, name, state[name])
+        if state["boundary"] is not None:
+            self._engine.set_gradient_accumulation_boundary(state["boundary"])
         scaler = self._scaler()
         for name, value in state["scaler"].items():
             setattr(scaler, name, value)

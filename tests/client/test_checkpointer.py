@@ -22,6 +22,7 @@ from ckptd.client import Checkpointer, DaemonOptions, PartialOptions, RecoveryOp
 from ckptd.client.capture.live_tensors import CopySplit
 from ckptd.client.capture.object_attributes import of_trainer
 from ckptd.client.capture.slot_writer import Capture
+from ckptd.client.capture.step_state import HoldsGradients
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.rng_state import capture_rng
@@ -276,6 +277,52 @@ def test_snapshots_without_attributes_are_resumed_from(make: Callable[..., Check
     second = make(fresh, again, {"callbacks": of_trainer([history], fresh)})
     assert second.resumed_from is not None
     assert train(second, fresh, again, 7)[-1] == 6
+
+
+class Engine(HoldsGradients):
+    """Updates in every second step, and keeps the gradients of the step before where no hook sees them."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._params, self._optimizer = list(model.parameters()), optimizer
+        self._kept: list[Tensor | None] = []
+
+    @property
+    def gradients_wait(self) -> bool:
+        return bool(self._kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def step(self) -> None:
+        if not self._kept:
+            self._kept = [p.grad for p in self._params]
+        else:
+            for param, kept in zip(self._params, self._kept, strict=True):
+                if param.grad is not None and kept is not None:
+                    param.grad += kept
+            self._kept = []
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def test_no_snapshot_while_an_object_of_state_holds_gradients(
+    model: MoE, make: Callable[..., Checkpointer]
+) -> None:
+    optimizer = AdamW(model.parameters())
+    engine = Engine(model, optimizer)
+    ckpt = make(model, optimizer, {"engine": engine}, window=1)
+    found = set()
+    for _ in ckpt.steps(16):
+        let_memory_come(ckpt)
+        found.add(ckpt.stats()["snapshot_step"])
+        model(TOKENS).square().mean().backward()
+        engine.step()
+    taken = found - {-1}
+    assert taken
+    assert all(step % 2 == 0 for step in taken)
+    assert ckpt.stats()["pending_gradients"] > 0
 
 
 class TestOn:

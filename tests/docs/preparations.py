@@ -335,6 +335,8 @@ NOT_RUN: dict[str, str] = {
     'slots=3, run=RunOptions(name="elastic"': "two ranks, then three: tests/e2e/test_elastic_docs.py",
     "optimizer = get_megatron_optimizer(": "two ranks of Megatron-Core: tests/e2e/test_integrations_megatron.py",
     "engine, *_ = deepspeed.initialize(": "two ranks of DeepSpeed: tests/habits/test_deepspeed.py",
+    "accelerator = Accelerator(deepspeed_plugin=": "two ranks of DeepSpeed: tests/habits/test_deepspeed_through.py",
+    'TrainingArguments("out", deepspeed=': "two ranks of DeepSpeed: tests/habits/test_deepspeed_through.py",
     "fed = FedLogs(": "a part of a localized recovery: tests/client/pipeline",
     "training = ReroutedTraining(": "under hosts: tests/client/rerouting",
     "if not log.receive_activation(buffer": "two ranks that send each other: tests/e2e/parallel/logged.py",

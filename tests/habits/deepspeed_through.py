@@ -5,6 +5,7 @@ on CPUs, with gloo.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -96,6 +97,16 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def configure(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What a program passes; None: ``accelerate launch`` tells the processes by their environment."""
+    if not args.environment:
+        return config_of(args)
+    file = args.out.with_suffix(".json")
+    file.write_text(json.dumps(config_of(args)))
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    return None
+
+
 def groups_of(net: Net) -> list[dict[str, Any]]:
     decayed = [p for p in net.parameters() if p.ndim > 1 and p.requires_grad]
     others = [p for p in net.parameters() if p.ndim <= 1]
@@ -108,11 +119,12 @@ def seed_all(seed: int) -> None:
 
 
 def through_accelerate(args: argparse.Namespace) -> dict[str, Any]:
+    config = configure(args)
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(args)),
+        deepspeed_plugin=None if config is None else DeepSpeedPlugin(hf_ds_config=config),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=MICRO_BATCHES),
         # On a CPU Accelerate finds no backend.
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        kwargs_handlers=[InitProcessGroupKwargs(backend=args.backend)],
     )
     net, losses = Model(args.frozen), Losses()
     if args.configured:
@@ -177,13 +189,15 @@ class Killer(TrainerCallback):  # type: ignore[misc]
 
 
 def through_trainer(args: argparse.Namespace) -> dict[str, Any]:
+    config = configure(args)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")  # on a CPU Accelerate finds no backend
-    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    PartialState(backend=args.backend)  # on a CPU Accelerate finds no backend
+    if config is not None:
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
     training_args.is_torch_bf16_gpu_available = lambda: True  # the CPU multiplies them, too
     options = TrainingArguments(
         output_dir=str(args.out.parent / (args.run or "plain")),
-        deepspeed=config_of(args),
+        deepspeed=config,
         accelerator_config={"use_configured_state": True},
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=MICRO_BATCHES,
@@ -238,7 +252,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--hybrid", action="store_true", help="only the optimizer is")
     parser.add_argument("--checkpoints", action="store_true", help="the Trainer's own, too")
     parser.add_argument("--frozen", action="store_true", help="some weights are not trained")
+    parser.add_argument("--environment", action="store_true", help="as with `accelerate launch`")
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--no-backend", dest="backend", action="store_const", const=None, default="gloo")
     parser.add_argument("--updates", action="store_true", help="a step is an update, not a micro-batch")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")

@@ -33,6 +33,7 @@ CASES = (
     ("accelerate", "--stage", "1", "--precision", "fp32", "--configured"),
     ("accelerate", "--stage", "2"),
     ("accelerate", "--stage", "2", "--configured"),
+    ("accelerate", "--stage", "1", "--environment"),
     ("updates", "--stage", "1", "--configured"),
     ("updates", "--stage", "2", "--precision", "fp32", "--frozen"),
     ("trainer", "--stage", "0"),
@@ -40,6 +41,7 @@ CASES = (
     ("trainer", "--stage", "1"),
     ("trainer", "--stage", "1", "--precision", "fp32", "--configured"),
     ("trainer", "--stage", "1", "--checkpoints"),
+    ("trainer", "--stage", "1", "--environment", "--configured"),
     ("trainer", "--stage", "2", "--frozen"),
     ("trainer", "--stage", "2", "--hybrid"),
     ("trainer", "--stage", "2", "--precision", "fp32"),
@@ -48,6 +50,7 @@ CASES = (
 REFUSED = {
     ("--stage", "3"): "ValueError: ckptd cannot capture ZeRO stage 3",
     ("--stage", "2", "--offload"): "ValueError: .* offload_optimizer keeps state in host memory",
+    ("--no-backend",): "ValueError: this run is of world_size=1, and DeepSpeed trains with 2 ranks",
 }
 pytestmark = [
     long,
@@ -92,7 +95,7 @@ def test_resumes_at_the_exact_bits(
 
 @pytest.mark.parametrize("through", ["accelerate", "trainer"])
 @pytest.mark.parametrize("options", REFUSED, ids=" ".join)
-def test_what_hooks_cannot_see_is_refused_before_the_first_step(
+def test_what_cannot_be_exact_is_refused_before_the_first_step(
     parent: Parent, tmp_path: Path, daemon: DaemonProcess, through: str, options: tuple[str, ...]
 ) -> None:
     run = Run(tmp_path, daemon, "--through", through, *options)
