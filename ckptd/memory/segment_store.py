@@ -40,6 +40,7 @@ from ckptd.core.sessions import (
 from ckptd.core.slots.segment_format import (
     FILE_ENDS,
     RECORD_ENDS,
+    Kind,
     SegmentDescriptor,
     SegmentGeometry,
     encode_descriptor,
@@ -460,20 +461,22 @@ class SegmentStore:
         return found
 
     def _superseded(self, old: SegmentDescriptor) -> bool:
-        """Whether its rank has a newer segment."""
+        """Whether its rank has a newer segment of its kind: memory to park in is made after snapshots."""
         key = RankKey(old.job, old.run, old.rank)
-        return max(self._generations(key), default=-1) > old.generation or any(
-            segment.descriptor.created_at_ns > old.created_at_ns for segment in self.all_of_rank(key)
+        found = (segment.descriptor for segment in self.all_of_rank(key))
+        return max(self._generations(key, kind=old.kind), default=-1) > old.generation or any(
+            other.kind == old.kind and other.created_at_ns > old.created_at_ns for other in found
         )
 
-    def _generations(self, key: RankKey, *, aside: bool = False) -> list[int]:
-        """The generations of all files of a rank; ``aside``: also of files put aside."""
+    def _generations(self, key: RankKey, *, aside: bool = False, kind: Kind | None = None) -> list[int]:
+        """The generations of a rank's files, or of those of one kind; ``aside``: also of files put aside."""
+        ends = FILE_ENDS.values() if kind is None else [FILE_ENDS[kind]]
         stem = f"{key.job}~{key.run}~r{key.rank}~g"
         found = []
         for path in self.folder.glob(f"{stem}*"):
             name = path.name.removesuffix(ASIDE) if aside else path.name
             number, dot, end = name.removeprefix(stem).partition(".")
-            if number.isdecimal() and dot + end in FILE_ENDS.values():
+            if number.isdecimal() and dot + end in ends:
                 found.append(int(number))
         return found
 

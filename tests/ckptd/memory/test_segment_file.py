@@ -135,6 +135,18 @@ def test_what_was_put_aside_stays_there_when_its_rank_went_on(folder: Path) -> N
     close_all(found.segments)
 
 
+def test_segments_of_another_kind_are_no_sign_that_its_rank_went_on(folder: Path) -> None:
+    """The memory to park in is made after the first snapshots, and has a higher number."""
+    old = make_store(folder).create(descriptor(), 1, MIB)
+    parked = make_store(folder).create(descriptor(kind="parked"), 1, MIB)
+    close_all([old, parked])
+    assert parked.generation > old.generation
+    old.path.rename(old.path.with_name(old.path.name + ".bad"))
+    found = make_store(folder).adopt(0.0)
+    assert found.back == [old.path]
+    close_all(found.segments)
+
+
 def test_also_where_an_earlier_version_gave_a_lower_number_to_what_came_later(folder: Path) -> None:
     first, old = (make_store(folder).create(descriptor(), 1, MIB) for _ in range(2))
     close_all([first, old])
