@@ -58,7 +58,10 @@ def micro_batch_seed(seed: int, iteration: int, pipeline: int, micro_batch: int,
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     before = capture_rng()
-    torch.manual_seed(seed)
+    # `torch.manual_seed` formats the stack for each of three kinds of devices that might come later.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
     try:

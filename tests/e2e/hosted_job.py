@@ -18,6 +18,7 @@ from ckptd.errors import DaemonUnavailable
 from ckptd.saved import saved_iterations
 from tests.ckptd.host.hosting import FOREIGN, ROOT, gone, until
 from tests.e2e.harness import DaemonProcess
+from tests.forked_hosts import RANKS_VARIABLE, ForkedProgram
 
 __all__ = ["HostedJob"]
 
@@ -29,12 +30,21 @@ class HostedJob:
         self.folder, self.ranks = folder, ranks
         folder.mkdir()
         (folder / "runtime").mkdir(mode=0o700)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProgram | None = None
         self.run = ""
 
     def start(
-        self, *script: str, host: bool = True, max_restarts: int = 0, env: Mapping[str, str] | None = None
+        self,
+        *script: str,
+        host: bool = True,
+        max_restarts: int = 0,
+        env: Mapping[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
+        """
+        Args:
+            forked: torchrun, hosts and zygotes are forks (`tests.forked_hosts`), and no fresh interpreters.
+        """
         kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
         environ = {
             **kept,
@@ -46,18 +56,24 @@ class HostedJob:
         }
         worker = ["ckptd.host", *script] if host else script[1:]
         module = ["-m"] if host or script[0] == "-m" else []
-        with (self.folder / "output").open("ab") as output:
+        words = [
+            *("-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.ranks), "--max-restarts", str(max_restarts)),
+            *("--log-dir", str(self.folder / "logs"), *module, "--", *worker),
+        ]
+        output = self.folder / "output"
+        if forked:
+            environ[RANKS_VARIABLE] = str(self.folder)
+            self.process = ForkedProgram(words, cwd=ROOT, env=environ, log=output)
+            return
+        with output.open("ab") as sink:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *("--nproc-per-node", str(self.ranks), "--max-restarts", str(max_restarts)),
-                    *("--log-dir", str(self.folder / "logs"), *module, "--", *worker),
-                ],
+                [sys.executable, *words],
                 cwd=ROOT,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=sink,
+                stderr=sink,
             )
 
     @property
@@ -87,10 +103,12 @@ class HostedJob:
     def hosts(self) -> dict[int, int]:
         """The host of each rank."""
         assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        if isinstance(self.process, ForkedProgram):
+            told = {int(path.name[4:]): path.read_text() for path in self.folder.glob("rank?")}
+            return {rank: int(pid) for rank, pid in told.items() if pid in children}
         found = {}
-        for pid in map(
-            int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        ):
+        for pid in map(int, children):
             environ = dict(
                 v.split("=", 1) for v in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in v
             )

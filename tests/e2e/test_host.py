@@ -1,6 +1,7 @@
 """Jobs under torchrun whose trainers are hosted, and killed: real torchrun, real SIGKILLs, exact ends.
 
 torchrun may not restart anything here unless a test says so: what comes back was brought back by the hosts.
+Processes are forked from one that has torch (`tests.forked_hosts`), in two tests they are fresh interpreters.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def test_a_killed_host_is_torchruns_affair(
 
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_torchrun(job: HostedJob, daemon: DaemonProcess) -> None:
-    train(job, "orphans", daemon.endpoint, gate=STEPS // 2)
+    train(job, "orphans", daemon.endpoint, gate=STEPS // 2, forked=False)
     job.reaches(6)
     everything = [job.trainer(rank) for rank in range(RANKS)]
     for pid in job.hosts().values():
@@ -267,7 +268,7 @@ def test_a_crash_loop_ends_with_the_scripts_own_error(job: HostedJob) -> None:
     """torchrun reports it as if there were no host, from the file that `record` wrote."""
     script = job.folder / "crashes.py"
     script.write_text(CRASHES)
-    job.start("--max-restarts", "2", str(script))
+    job.start("--max-restarts", "2", str(script), forked=False)
     assert job.end() == 1
     assert job.output.count("ValueError: own error of life") >= 3
     report = job.output[job.output.index("Root Cause") :]

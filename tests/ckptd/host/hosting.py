@@ -131,11 +131,13 @@ def zygote_of(host: int) -> int | None:
     return None
 
 
-def _place(pid: int) -> list[bytes]:
+def _place(pid: int) -> tuple[str, list[bytes]]:
+    """Its network, which tells the nodes of a cluster apart, and what tells their ranks apart. Nothing is known of the
+    variables of a fork.
+    """
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return sorted(
-        v for v in environ if v.startswith((b"TORCHELASTIC_RUN_ID=", b"LOCAL_RANK=", b"GROUP_RANK="))
-    )
+    named = (b"TORCHELASTIC_RUN_ID=", b"LOCAL_RANK=", b"GROUP_RANK=")
+    return os.readlink(f"/proc/{pid}/ns/net"), sorted(v for v in environ if v.startswith(named))
 
 
 def trainers_of(host: int) -> list[int]:

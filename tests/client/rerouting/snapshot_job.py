@@ -43,8 +43,8 @@ from tests.client.rerouting.rerouted_job import (
 
 __all__ = ["HOLD", "ITERATIONS", "Drawn", "begin_draws", "draw"]
 
-ITERATIONS, HOLD = 300, 280
-STEP_S = 0.02  # at least: snapshots begin once all stages have agreed on them, beside training
+ITERATIONS, HOLD = 160, 140
+STEP_S = 0.04  # at least: snapshots begin once all stages have agreed on them, beside training
 
 
 class Drawn:

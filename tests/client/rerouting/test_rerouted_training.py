@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from tests.client.rerouting.rerouted_job import (
     stage_of,
 )
 from tests.client.rerouting.undisturbed import assert_equal, undisturbed
+from tests.forked_hosts import ForkedProgram
 from tests.ports import free_port
 
 VICTIM, ITS_ITERATION = 3, 3
@@ -67,17 +66,9 @@ def test_a_worker_dies_in_mid_iteration_and_comes_back(tmp_path: Path) -> None:
     assert min(found[VICTIM]["losses"]) > HOLD
 
 
-def _start(folder: Path, log: Path, place: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as sink:
-        return subprocess.Popen(
-            [sys.executable, "-m", "ckptd.host", "--reroute", "-m", "tests.client.rerouting.rerouted_job"],
-            cwd=folder,
-            env=Hosting(folder).environment(**place),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            start_new_session=True,
-        )
+def _start(folder: Path, log: Path, place: Mapping[str, str]) -> ForkedProgram:
+    words = ["-m", "ckptd.host", "--reroute", "-m", "tests.client.rerouting.rerouted_job"]
+    return ForkedProgram(words, cwd=folder, env=Hosting(folder).environment(**place), log=log)
 
 
 # -- what is refused -------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.ckptd.nodes import Net, Node
 from tests.client.rerouting.rerouted_job import batch, loss_of, optimizer_of, stage_of
 from tests.client.rerouting.snapshot_job import ITERATIONS, Drawn, begin_draws, draw
 from tests.client.rerouting.undisturbed import assert_equal, undisturbed
+from tests.forked_hosts import ForkedProgram
 from tests.long import long
 from tests.ports import free_port
 
@@ -38,7 +37,7 @@ class Job:
 
     def __init__(self, folder: Path, endpoints: Sequence[str], replicas: int = 0) -> None:
         self.folder = folder
-        self.hosts: list[subprocess.Popen[bytes]] = []
+        self.hosts: list[ForkedProgram] = []
         self._killed: dict[int, int] = {}
         self._daemons = {f"ENDPOINT{rank}": endpoint for rank, endpoint in enumerate(endpoints)}
         self._daemons["REPLICAS"] = f"{replicas}"
@@ -49,18 +48,14 @@ class Job:
         place |= {"MASTER_PORT": f"{free_port()}", "GLOO_SOCKET_IFNAME": "lo", "FOLDER": str(self.folder)}
         self.hosts = [self._host(rank, place) for rank in range(4)]
 
-    def _host(self, rank: int, place: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _host(self, rank: int, place: dict[str, str]) -> ForkedProgram:
         words = ["-m", "ckptd.host", "--reroute", "--max-restarts", "9"]
-        with self.log(rank).open("ab") as sink:
-            return subprocess.Popen(
-                [sys.executable, *words, "-m", "tests.client.rerouting.snapshot_job"],
-                cwd=self.folder,
-                env=Hosting(self.folder).environment(**place, **self._daemons, RANK=f"{rank}"),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
+        return ForkedProgram(
+            [*words, "-m", "tests.client.rerouting.snapshot_job"],
+            cwd=self.folder,
+            env=Hosting(self.folder).environment(**place, **self._daemons, RANK=f"{rank}"),
+            log=self.log(rank),
+        )
 
     def end(self) -> list[int]:
         """Wait for the end of all hosts; their exit codes."""

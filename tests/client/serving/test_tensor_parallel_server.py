@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from ckptd.transport.wire import ControlClient
 from tests.ckptd.host.hosting import Hosting, until
 from tests.client.serving.device_threads import ThreadedServer
 from tests.e2e.harness import DaemonProcess, own_daemon
+from tests.forked_hosts import ForkedProgram
 from tests.ports import free_port
 
 Models = Callable[[str], Path]
@@ -59,21 +58,17 @@ class Processes:
         self._place |= {"GLOO_SOCKET_IFNAME": "lo"}
         self.hosts = {rank: self._start(rank) for rank in range(DEVICES)}
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> ForkedProgram:
         module = "ckptd.client.serving.tensor_parallel_server"
         words, place = list(self._words), {"RANK": f"{rank}"}
         if self._daemons:
             words, place = [*words, "--daemon", self._daemons[rank]], place | {"LOCAL_RANK": "0"}
-        with (self.folder / f"host{rank}.log").open("ab") as sink:
-            return subprocess.Popen(
-                [sys.executable, "-m", "ckptd.host", "--reroute", "-m", module, *words],
-                cwd=self.folder,
-                env=Hosting(self.folder).environment(**self._place | place),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
+        return ForkedProgram(
+            ["-m", "ckptd.host", "--reroute", "-m", module, *words],
+            cwd=self.folder,
+            env=Hosting(self.folder).environment(**self._place | place),
+            log=self.folder / f"host{rank}.log",
+        )
 
     @property
     def logs(self) -> str:
