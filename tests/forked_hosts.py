@@ -29,6 +29,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Never
 
+from ckptd.client import identity
 from ckptd.core.state_machine import validate_always
 from ckptd.host import process_control
 from ckptd.host.process_control import HostProcess, die_with_parent, name_process
@@ -50,7 +51,7 @@ class ForkedProgram:
     tests of hosts take. A host forks its zygotes, and torchrun its ranks.
 
     Args:
-        words: ``-m``, a module and its arguments.
+        words: ``-m`` and a module, or the path of a script, and arguments.
     """
 
     def __init__(self, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
@@ -97,10 +98,9 @@ def _host(words: list[str], cwd: str, env: dict[str, str], log: str) -> None:
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(sink, descriptor)
-    module = words[words.index("-m") + 1]
-    if module == _TORCHRUN:
+    if words[:2] == ["-m", _TORCHRUN]:
         fork_ranks()
-    elif module == _HOST:
+    elif words[:2] == ["-m", _HOST]:
         fork_zygotes()
     end_as_program(lambda: become(words, env))
 
@@ -174,21 +174,29 @@ def become(words: Sequence[str], env: Mapping[str, str]) -> None:
     """Run ``python words`` as a new interpreter would, to its end.
 
     Args:
-        words: flags, ``-m``, a module and its arguments.
+        words: flags, ``-m`` and a module or the path of a script, and arguments.
     """
     os.environ.clear()
     os.environ.update(env)
     validate_always("CKPTD_VALIDATE" in os.environ)  # read when a module is imported
-    module = words.index("-m") + 1
-    paths = [os.getcwd(), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.path[:] = [*paths, *(path for path in sys.path if path and path not in paths)]
-    if "-u" in words[:module]:
+    identity._begun_in = Path.cwd()  # found out when it is imported
+    begin = next(i for i, word in enumerate(words) if word == "-m" or not word.startswith("-"))
+    if "-u" in words[:begin]:
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
         sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
-    sys.argv = ["-m", *words[module + 1 :]]
     sys.orig_argv = [_interpreter, *words]
-    sys.modules.pop(words[module], None)  # as in an interpreter, it is `__main__` and not yet imported
-    runpy.run_module(words[module], run_name="__main__", alter_sys=True)
+    is_module = words[begin] == "-m"
+    first = os.getcwd() if is_module else os.path.dirname(os.path.realpath(words[begin]))
+    paths = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*paths, *(path for path in sys.path if path and path not in paths)]
+    if not is_module:
+        sys.argv = list(words[begin:])
+        runpy.run_path(words[begin], run_name="__main__")
+        return
+    module = words[begin + 1]
+    sys.argv = list(words[begin : begin + 1]) + list(words[begin + 2 :])
+    sys.modules.pop(module, None)  # as in an interpreter, it is `__main__` and not yet imported
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def end_as_program(run: Callable[[], None], keep: Sequence[int] = ()) -> Never:

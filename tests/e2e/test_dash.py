@@ -12,6 +12,7 @@ from typing import Any
 from tests.ckptd.running import eventually
 from tests.e2e.habits import SCRIPT, environment
 from tests.e2e.harness import own_daemon
+from tests.forked_hosts import ForkedProgram
 
 SLOW = SCRIPT.replace("ckpt.steps(12)", "ckpt.steps(100000)").replace(
     "    generator =", "    __import__('time').sleep(0.02)\n    generator ="
@@ -21,10 +22,8 @@ SLOW = SCRIPT.replace("ckpt.steps(12)", "ckpt.steps(100000)").replace(
 def test_the_view_follows_the_training_and_its_end(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SLOW)
-    with own_daemon() as daemon, (tmp_path / "log").open("wb") as log:
-        trainer = subprocess.Popen(
-            [sys.executable, str(script)], env=environment(daemon), cwd=tmp_path, stdout=log, stderr=log
-        )
+    with own_daemon() as daemon:
+        trainer = ForkedProgram([str(script)], cwd=tmp_path, env=environment(daemon), log=tmp_path / "log")
         command = [sys.executable, "-m", "ckptd.ctl", "dash", "--json", "--endpoint", daemon.endpoint]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dash:
             try:

@@ -21,6 +21,7 @@ from ckptd.transport.wire import ControlClient, RequestTimeout
 from tests.ckptd.running import eventually
 from tests.e2e.habits import SCRIPT, environment, start
 from tests.e2e.harness import DaemonProcess, own_daemon
+from tests.forked_hosts import ForkedProgram
 
 # Goes on until it is told to end, at a pace that leaves time for what happens beside it.
 SLOW = SCRIPT.replace("ckpt.steps(12)", "ckpt.steps(100000)").replace(
@@ -41,14 +42,8 @@ class Trainer:
     def __init__(self, script: Path, daemon: DaemonProcess, **variables: str) -> None:
         script.write_text(SLOW)
         self.log = script.with_suffix(".log")
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(script)],
-                env=environment(daemon, **variables),
-                cwd=script.parent,
-                stdout=log,
-                stderr=log,
-            )
+        env = environment(daemon, **variables)
+        self.process = ForkedProgram([str(script)], cwd=script.parent, env=env, log=self.log)
 
     def says(self, text: str, *, times: int = 1) -> None:
         """Wait until it has."""

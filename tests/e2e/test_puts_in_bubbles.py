@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ import pytest
 from tests.cluster.daemons import HostDaemon, exchange_keys
 from tests.cluster.hosts import Cluster
 from tests.e2e.bubble_stage import MICRO_BATCHES, STAGES
+from tests.forked import Forked
+from tests.forked_hosts import become
 
 DEADLINE_S = 120
 
@@ -25,22 +25,15 @@ def test_the_network_is_quiet_while_a_stage_computes_and_open_in_its_bubbles(tmp
         exchange_keys(daemons)
         for daemon in daemons:
             daemon.start()
-        command = [sys.executable, "-m", "tests.e2e.bubble_stage", "--meet", str(tmp_path / "meet")]
+        words, env = ["-m", "tests.e2e.bubble_stage", "--meet", str(tmp_path / "meet")], {**os.environ}
+        env["GLOO_SOCKET_IFNAME"] = "lo"
         stages = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank), "--endpoint", daemon.endpoint],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            Forked(become, [*words, "--rank", str(rank), "--endpoint", daemon.endpoint], env, env=env)
             for rank, daemon in enumerate(daemons)
         ]
-        try:
-            found = [json.loads(stage.communicate(timeout=DEADLINE_S)[0]) for stage in stages]
-        finally:
-            for stage in stages:
-                stage.kill()
-                stage.wait()
+        said = [stage.communicate(timeout=DEADLINE_S) for stage in stages]
+        assert [stage.returncode for stage in stages] == [0] * STAGES, said
+        found = [json.loads(out) for out, _ in said]
     for answers in found:
         iterations = len(answers["update"])
         assert iterations > 0, "no peer was behind in some iteration"

@@ -4,10 +4,9 @@ program that nobody killed.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from ckptd.saved import saved_iterations
 from tests.e2e.harness import own_daemon
+from tests.forked_hosts import ForkedProgram
 
 pytestmark = pytest.mark.skipif(
     not find_spec("accelerate"), reason="accelerate is not installed: pip install ckptd[test]"
@@ -26,8 +26,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, torch
 from examples.accelerate_loop import train
-torch.manual_seed(int(sys.argv[1]))
-print("ends at", train.main(sys.argv[2:]).hex(), flush=True)
+if __name__ == "__main__":  # workers of its loader import this
+    torch.manual_seed(int(sys.argv[1]))
+    print("ends at", train.main(sys.argv[2:]).hex(), flush=True)
 """
 
 
@@ -36,13 +37,14 @@ class Start:
 
     def __init__(self, log: Path, seed: int, *options: str) -> None:
         self._log = log
-        with log.open("w") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(seed), "--steps", "120", *options],
-                cwd=REPOSITORY,
-                stdout=said,
-                stderr=said,
-            )
+        script = log.parent / "loop.py"  # the job is named after it
+        script.write_text(PROGRAM)
+        self.process = ForkedProgram(
+            [str(script), str(seed), "--steps", "120", *options],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            log=log,
+        )
 
     @property
     def said(self) -> str:

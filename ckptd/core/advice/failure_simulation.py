@@ -76,7 +76,7 @@ def play(
     began = -math.inf  # where the process that trains went on from
     compares = True  # it repeats iterations only to compare
     from_storage = False  # what it recovers from, until it trains
-    lost = [(0, 0.0)]  # by recovery: its iteration, and the iterations of all experts' updates lost so far
+    lost = [(0, 0.0)]  # by recovery, ascending: its iteration, and of all experts' updates those lost so far
     for failure_s, is_loss in _merged(failures_s, losses_s):
         if failure_s >= length_s:
             break
@@ -90,7 +90,8 @@ def play(
         if kept > began:
             compares = kept - began >= 2 * outlook.choice.every
         # A history that is abandoned takes its checkpoints along, and what it had lost.
-        lost = [each for each in lost if each[0] <= kept]
+        while lost[-1][0] > kept:
+            lost.pop()
         last, before = lost[-1]
         lost.append((kept, before + _older_iterations(outlook, kept - last, is_loss=is_loss)))
         done, durable, began = kept, min(durable, kept), kept

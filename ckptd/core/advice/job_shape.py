@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
@@ -190,6 +190,7 @@ class RankShape:
         selectable: one rank decides of each of its experts, so the policy "selected" chooses among them.
         expert_ranks: ranks that hold the same experts. Each is captured whole by one of them; ``operators``
             have the mean.
+        dense_bytes: of a snapshot with all state; summed up once, for each choice that is rated asks for it.
     """
 
     operators: tuple[OperatorCost, ...]
@@ -198,11 +199,10 @@ class RankShape:
     experts_here: int = 0
     selectable: bool = False
     expert_ranks: int = 1
+    dense_bytes: int = field(init=False, compare=False)
 
-    @property
-    def dense_bytes(self) -> int:
-        """Of a snapshot with all state."""
-        return sum(operator.anchor_bytes for operator in self.operators)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_bytes", sum(operator.anchor_bytes for operator in self.operators))
 
 
 def rank_shape(model: ModelShape, layout: Layout, precision: Precision) -> RankShape:

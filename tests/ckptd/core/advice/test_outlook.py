@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -267,6 +268,7 @@ def test_losses_of_all_copies_by_hand() -> None:
         persisting(partial_outlook(MIXED, CONDITIONS, 4), CONDITIONS, 8)
 
 
+@cache
 def ages(window: int, parts: int, every: int, between: int) -> list[float]:
     """By how much experts of durable checkpoints are older than these, on average over the experts: as
     `choose_durable` has it, one checkpoint after the other.
