@@ -128,7 +128,7 @@ def _spawn(
 
 
 def fork_ranks() -> None:
-    """In an agent of torchrun: its ranks will be forked, if they are hosts or scripts of tests."""
+    """In an agent of torchrun: its ranks will be forked, if they are hosts, scripts or modules of tests."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
         SubprocessHandler,
     )
@@ -143,7 +143,8 @@ def fork_ranks() -> None:
 def _popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """In place of the method of torch's `SubprocessHandler`."""
     module = args[args.index("-m") + 1] if "-m" in args else ""
-    ours = module == _HOST or module.startswith("tests.")
+    is_script = not module and args[0] == _interpreter
+    ours = is_script or module == _HOST or module.startswith("tests.")
     if ours and handler._stdout is None and handler._stderr is None:
         return _Rank(args, env=env)
     return subprocess.Popen(

@@ -17,6 +17,7 @@ from pathlib import Path
 from ckptd.client import identity
 from tests.e2e.harness import DaemonProcess
 from tests.forked import FORKED
+from tests.forked_hosts import ForkedProgram
 
 __all__ = ["SCRIPT", "Started", "start"]
 
@@ -90,7 +91,7 @@ def start(
     variables: Mapping[str, str] | None = None,
     fresh: bool = False,
 ) -> Started:
-    """Run a script to its end; ``fresh``: in an interpreter that has imported nothing."""
+    """Run a script to its end; ``fresh``: in interpreters that have imported nothing, the launcher's too."""
     env, cwd = environment(daemon, **(variables or {})), cwd or script.parent
     if not launcher and not fresh:
         with tempfile.NamedTemporaryFile() as log:
@@ -105,6 +106,15 @@ def start(
             printed = Path(log.name).read_text()
             assert not hangs, printed
             return Started(process.exitcode or 0, printed)
+    if launcher and not fresh:
+        with tempfile.NamedTemporaryFile() as log:
+            words = [*launcher, str(script), *arguments]
+            forked = ForkedProgram(words, cwd=cwd, env=env, log=Path(log.name))
+            try:
+                code = forked.wait(300)
+            finally:
+                forked.kill()
+            return Started(code, Path(log.name).read_text())
     done = subprocess.run(
         [sys.executable, *launcher, str(script), *arguments],
         env=env,

@@ -78,7 +78,7 @@ def test_an_id_that_somebody_chose_names_the_run(daemon: DaemonProcess, script: 
         *("-m", "torch.distributed.run", "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", chosen),
     )
-    done = start(script, daemon, launcher=launcher)
+    done = start(script, daemon, launcher=launcher, fresh=True)
     assert done.code == 0, done.printed
     assert {run for _, run in runs(daemon)} == {chosen}
 
