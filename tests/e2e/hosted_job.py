@@ -39,11 +39,12 @@ class HostedJob:
         host: bool = True,
         max_restarts: int = 0,
         env: Mapping[str, str] | None = None,
-        forked: bool = True,
+        forked: bool = False,
     ) -> None:
         """
         Args:
-            forked: torchrun, hosts and zygotes are forks (`tests.forked_hosts`), and no fresh interpreters.
+            forked: torchrun, hosts and zygotes are forks (`tests.forked_hosts`), and no fresh interpreters. Not for
+                loaders with workers, which hang there.
         """
         kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
         environ = {

@@ -58,7 +58,7 @@ def train(
         *files_of(job),
         *options,
         env={**(env or {}), GATE: str(job.folder / "gate")},
-        **how,
+        **{"forked": True, **how},
     )
 
 
@@ -225,7 +225,7 @@ for done, step in enumerate(ckpt.steps(10**9)):
 def test_survivors_park_and_preemption_parks_all(job: HostedJob, daemon: DaemonProcess) -> None:
     script = job.folder / "parks.py"
     script.write_text(PARKS)
-    job.start(str(script), daemon.endpoint)
+    job.start(str(script), daemon.endpoint, forked=True)
     job.until(lambda: job.output.count("trains") == RANKS, "training")
     hosts = job.hosts()
     (victim,) = [pid for name, pid in children_of(hosts[1]).items() if not name.startswith("ckptd-")]
@@ -242,7 +242,7 @@ def test_survivors_park_and_preemption_parks_all(job: HostedJob, daemon: DaemonP
     assert len(re.findall(PARKED, job.output)) == before + RANKS, job.output
     assert "epoch 2 begins" not in job.output
     parked = max(map(int, re.findall(r"parked at iteration (\d+)", job.output)))
-    job.start(str(script), daemon.endpoint)
+    job.start(str(script), daemon.endpoint, forked=True)
     job.until(lambda: job.output.count("trains") == 3 * RANKS, "training after preemption")
     resumed = [int(n) for n in re.findall(r"resumes at (\d+)", job.output)[-RANKS:]]
     assert min(resumed) >= parked - 1, job.output
@@ -268,7 +268,7 @@ def test_a_crash_loop_ends_with_the_scripts_own_error(job: HostedJob) -> None:
     """torchrun reports it as if there were no host, from the file that `record` wrote."""
     script = job.folder / "crashes.py"
     script.write_text(CRASHES)
-    job.start("--max-restarts", "2", str(script), forked=False)
+    job.start("--max-restarts", "2", str(script))
     assert job.end() == 1
     assert job.output.count("ValueError: own error of life") >= 3
     report = job.output[job.output.index("Root Cause") :]
@@ -326,7 +326,7 @@ def test_a_rank_whose_data_never_comes_is_named(job: HostedJob, daemon: DaemonPr
     script = job.folder / "train.py"
     script.write_text(HANGS)
     variables = {"CKPTD_HOST_STEP_DEADLINE_S": "5", "CKPTD_HOST_MAX_RESTARTS": "99"}
-    job.start(str(script), daemon.endpoint, str(job.folder / "hung"), env=variables)
+    job.start(str(script), daemon.endpoint, str(job.folder / "hung"), env=variables, forked=True)
     assert job.end() == 0, job.output
     assert "rank 1 is in step 20 before its first forward, and the others have come further" in job.output
     assert sorted(re.findall(r"complete (\d)", job.output)) == ["0", "1"], job.output

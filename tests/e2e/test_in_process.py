@@ -181,7 +181,7 @@ def test_an_error_ends_one_rank_only_and_a_restart_that_goes_wrong_the_other(
     job: HostedJob, daemon: DaemonProcess
 ) -> None:
     """The second time the process that stays cannot connect: the hosts start all ranks again."""
-    output = end_of(job, daemon, "fails")
+    output = end_of(job, daemon, "fails", forked=True)
     assert "ValueError: a bad batch" in output
     assert stays(job)[:2] == [(0, 1), (0, 2)], output
     assert "OSError: no network here" in output
