@@ -45,6 +45,7 @@ __all__ = ["HOLD", "ITERATIONS", "Drawn", "begin_draws", "draw"]
 
 ITERATIONS, HOLD = 160, 140
 STEP_S = 0.04  # at least: snapshots begin once all stages have agreed on them, beside training
+SLOW_S = 0.5  # while a test waits for what comes after seconds
 
 
 class Drawn:
@@ -128,7 +129,7 @@ def main() -> None:
     ):
         schedule.step()
         draw(drawn)
-        time.sleep(STEP_S)
+        time.sleep(SLOW_S if (folder / "slow").exists() else STEP_S)
         tell(iteration)
         with (folder / f"losses{rank}").open("a") as sink:
             sink.write(json.dumps([[iteration, *each, float(loss)] for each, loss in losses.items()]) + "\n")

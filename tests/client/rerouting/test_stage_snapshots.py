@@ -216,12 +216,14 @@ def test_snapshots_begin_again_when_the_daemon_is_back(tmp_path: Path) -> None:
         try:
             job.start()
             first, second = job.until_captured()
+            (job.folder / "slow").touch()  # the iterations must not end before they are captured again
             node.kill()
             job.kill(first)
             job.until(lambda: "trying again in" in job.log(second).read_text(), "the refusal")
             job.until(lambda: bool(job.told(first)), "the return of the worker")
             node.launch()
             job.until_captured()
+            (job.folder / "slow").unlink()
             (job.folder / "go_on").touch()
             assert job.end() == [0] * 4, [job.log(rank).read_text() for rank in range(4)]
         finally:
