@@ -36,7 +36,15 @@ from ckptd.host.process_control import HostProcess, die_with_parent, name_proces
 from ckptd.host.zygotes import zygote_link
 from tests.forked import FORKED
 
-__all__ = ["RANKS_VARIABLE", "ForkedProgram", "become", "end_as_program", "fork_ranks", "fork_zygotes"]
+__all__ = [
+    "RANKS_VARIABLE",
+    "ForkedProcess",
+    "ForkedProgram",
+    "become",
+    "end_as_program",
+    "fork_ranks",
+    "fork_zygotes",
+]
 
 RANKS_VARIABLE = "CKPTD_TEST_RANKS"
 """A folder, to which a rank that an agent forks writes its process id, as ``rank<RANK>``."""
@@ -46,19 +54,16 @@ _PYTHON = "python"
 _interpreter = sys.executable
 
 
-class ForkedProgram:
-    """``python words`` in a session of its own, with its output appended to ``log``; as much of `subprocess.Popen` as
-    tests of hosts take. A host forks its zygotes, and torchrun its ranks.
+class ForkedProcess:
+    """A process forked by the server of `tests.forked`; as much of `subprocess.Popen` as tests of hosts take.
 
     Args:
-        words: ``-m`` and a module, or the path of a script, and arguments.
+        act: runs in it, with these arguments and at last the path of ``log``, to which its output shall be appended.
     """
 
-    def __init__(self, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, act: Callable[..., None], *arguments: object, log: Path) -> None:
         log.touch()  # there, whenever the fork comes to write
-        self._process = FORKED.Process(
-            target=_host, args=(list(words), str(cwd), dict(env), str(log)), daemon=False
-        )
+        self._process = FORKED.Process(target=act, args=(*arguments, str(log)), daemon=False)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -90,6 +95,17 @@ class ForkedProgram:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class ForkedProgram(ForkedProcess):
+    """``python words`` in a session of its own. A host forks its zygotes, and torchrun its ranks.
+
+    Args:
+        words: ``-m`` and a module, or the path of a script, and arguments.
+    """
+
+    def __init__(self, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
+        super().__init__(_host, list(words), str(cwd), dict(env), log=log)
 
 
 def _host(words: list[str], cwd: str, env: dict[str, str], log: str) -> None:
