@@ -1,8 +1,4 @@
-"""`ckptd`: run the daemon of this node.
-
-Exit codes: 0 stopped in order, 1 a bug, 2 wrong usage or configuration, 3 another daemon already
-uses the folders, 4 a folder or the socket cannot be used.
-"""
+"""`ckptd`: run the daemon of this node. Its exit codes are in `EXIT_MEANINGS`."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from dataclasses import fields
 import zmq
 
 import ckptd
-from ckptd.config.daemon_config import ConfigError, field_docs, load_config, render_toml
+from ckptd.config.daemon_config import ConfigError, field_docs, load_config, render_toml, shown_default
 from ckptd.config.runtime_dir import AlreadyRunning, UnusableFolder
 from ckptd.config.settings import DaemonConfig
 from ckptd.node.daemon import Daemon
@@ -30,8 +26,19 @@ EXIT_USAGE = 2
 EXIT_ALREADY_RUNNING = 3
 EXIT_UNUSABLE = 4
 EXIT_SHORT = 5
+# The help shows this table, docs/operations.md a longer one.
+EXIT_MEANINGS = {
+    0: "stopped in order",
+    1: "a bug, with a traceback",
+    EXIT_USAGE: "wrong usage, or a setting that cannot be used",
+    EXIT_ALREADY_RUNNING: "another daemon uses one of the folders",
+    EXIT_UNUSABLE: "a folder or the socket cannot be used",
+    EXIT_SHORT: "no descriptors, memory or room were left at the start",
+}
 # What is short now may be there for the next start.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC}
+
+_EXIT_CODES = f"Exit codes: {'; '.join(f'{code}: {text}' for code, text in EXIT_MEANINGS.items())}."
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckptd",
         description="Keeps snapshots of training in this node's memory.",
-        epilog="Exit codes: 0 stopped, 2 usage, 3 already running, 4 folder, socket or descriptors unusable.",
+        epilog=_EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"ckptd {ckptd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -107,8 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         help="serve until SIGTERM",
         description="Serve this node until SIGTERM; SIGHUP loads the settings again. Every setting is "
         "a TOML key, an environment variable CKPTD_<KEY> and a flag, in rising precedence.",
+        epilog=_EXIT_CODES,
     )
-    run.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    run.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with settings (default: CKPTD_CONFIG, or /etc/ckptd/ckptd.toml)",
+    )
     run.add_argument(
         "--print-config", action="store_true", help="print the settings and where each came from"
     )
@@ -119,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="VALUE",
             nargs="?" if isinstance(field.default, bool) else None,
             const="true" if isinstance(field.default, bool) else None,
-            help=f"{field_docs()[field.name]} Allowed: {field.metadata['allowed']}.".replace("%", "%%"),
+            help=f"{field_docs()[field.name]} Allowed: {field.metadata['allowed']}. Default: "
+            f"{shown_default(field)}.".replace("%", "%%"),
         )
     return parser

@@ -65,7 +65,7 @@ from ckptd.client.schedule.partial_schedule import durable_text, durable_turns, 
 from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
 from ckptd.client.stats import Stats
-from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
+from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide, number_of_steps
 from ckptd.client.training_state import examine, placement_lines
 from ckptd.core.schedule import Ordering
 from ckptd.cuda.cuda_engine import make_engine
@@ -224,8 +224,10 @@ class Checkpointer:
             start: the first step of a new run that resumes nothing of ours (one that continues from
                 somebody else's checkpoint).
         Raises:
+            ValueError: ``total`` or ``start`` is no number of steps.
             ReplayMismatch: a replayed step did not reproduce the recording (see ``on_mismatch``).
         """
+        total, start = (number_of_steps(name, each) for name, each in (("total", total), ("start", start)))
         if not self.off:
             kept = (*self._subject.stateful.values(), *self._batches)
             self._loop.left_behind = around_loop(sys._getframe(1), kept, self._binding)

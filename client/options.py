@@ -5,6 +5,7 @@ Each group is frozen and checks itself when it is made. All of its fields are ke
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -124,6 +125,8 @@ class DaemonOptions:
             raise ValueError(
                 f"daemon={endpoint!r}: use 'auto', None, or an endpoint such as 'ipc:///run/ckptd/ckptd.sock'"
             )
+        if self.required not in (True, False):
+            raise ValueError(f"required={self.required!r}: pass True or False")
         if not _is_number(self.timeout_s) or not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s!r}: pass seconds above 0")
         if self.replicas is not None and not _is_count(self.replicas):
@@ -288,10 +291,12 @@ class SnapshotOptions:
                 f"every={every!r}: pass a number of iterations, or with policy='dense' one of "
                 f"{', '.join(repr(str(rule)) for rule in IntervalRule)}"
             )
-        elif not _is_count(every, 1) or (every != 1 and self.policy in ("sliding", "aligned")):
+        elif not _is_count(every, 1):
+            raise ValueError(f"every={every!r}: pass a number of iterations, 1 or more")
+        elif every != 1 and self.policy in ("sliding", "aligned"):
             raise ValueError(
-                f"every={every!r}: only policy='dense', 'partial' and 'selected' take a snapshot every few "
-                "iterations (1 or more)"
+                f"every={every!r} with policy={self.policy!r}: only policy='dense', 'partial' and 'selected' "
+                "take a snapshot every few iterations"
             )
         self._check_partial()
         if not _is_number(self.max_overhead) or not self.max_overhead > 0:
@@ -458,6 +463,10 @@ class RecoveryOptions:
             )
         if self.resume_at is not None and not _is_count(self.resume_at):
             raise ValueError(f"resume_at={self.resume_at!r}: pass the number of an iteration, or None")
+        if not isinstance(self.start_from, str | os.PathLike | None):
+            raise ValueError(  # noqa: TRY004 - one kind of error for all values
+                f"start_from={self.start_from!r}: pass a file, a folder or a URL, or None"
+            )
         _check_choice("on_mismatch", self.on_mismatch, "raise", "warn")
         if not _is_count(self.verify_iterations):
             raise ValueError(
@@ -560,6 +569,19 @@ _GROUPS: Mapping[str, type] = {
 CHECKPOINTER_GROUPS = ("run", "daemon", "snapshots", "recovery", "layout")
 # Earlier keywords with a better name now.
 _RENAMED = {"options": "param_groups"}
+_STORE = (
+    "checkpoints in storage are made by the daemon: start it with CKPTD_STORE=s3://bucket/prefix (or "
+    "file:///folder), see docs/configuration.md"
+)
+_STATEFUL = "pass it in state=, such as state={'sched': sched}"
+# What people look for in a `Checkpointer` that is elsewhere.
+_ELSEWHERE = {
+    **dict.fromkeys(("store", "path", "dir", "folder", "save_dir", "checkpoint_dir", "storage"), _STORE),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "sched", "scaler"), _STATEFUL),
+    "loader": "iterate over ckpt.batches(loader)",
+    "dataloader": "iterate over ckpt.batches(loader)",
+    "memory": "the daemon has the quota: start it with CKPTD_MEMORY, see docs/configuration.md",
+}
 # The field that a text stands for if it is passed instead of the group.
 _SHORT = {"run": "name", "daemon": "endpoint"}
 
@@ -639,13 +661,13 @@ def check_keywords(
 def _not_a_keyword(
     caller: str, unknown: Mapping[str, Any], given: Mapping[str, Any], groups: Sequence[str]
 ) -> str:
-    """The group that has it, with the passed value; if none has, Python's own words."""
+    """The group that has it, with the passed value; if none has, Python's own words, and what is meant."""
     homes = {f.name: name for name in groups for f in fields(_GROUPS[name]) if f.name not in groups}
     moved: dict[str, dict[str, Any]] = {}
     for name, value in unknown.items():
         home = homes.get(_RENAMED.get(name, name))
         if home is None:
-            return f"{caller} got an unexpected keyword argument {name!r}"
+            return f"{caller} got an unexpected keyword argument {name!r}{_meant(name, homes)}"
         moved.setdefault(home, {})[name] = value
     texts = []
     for home, values in moved.items():
@@ -656,6 +678,17 @@ def _not_a_keyword(
         verb = "is" if len(values) == 1 else "are"
         texts.append(f"{names} {verb} now {home}={_call(_GROUPS[home], shown)}")
     return f"{caller}: {'; '.join(texts)} (see {_PAGE})"
+
+
+def _meant(name: str, homes: Mapping[str, str]) -> str:
+    """What a keyword stands for elsewhere, or a field with nearly this name; empty: nothing is known."""
+    if name in _ELSEWHERE:
+        return f": {_ELSEWHERE[name]}"
+    near = difflib.get_close_matches(name, homes, 1, 0.75)
+    if not near:
+        return ""
+    home = homes[near[0]]
+    return f"; did you mean {home}={_GROUPS[home].__name__}({near[0]}=...)?"
 
 
 def _call(kind: type, values: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -41,7 +42,7 @@ from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.progress_page import StepStage, inherited_page
 
-__all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "tell_differences"]
+__all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "number_of_steps", "tell_differences"]
 
 logger = get_logger(__name__)
 
@@ -547,6 +548,18 @@ def tell_differences(recorded: Program, here: Program, what: str, *, rank: int) 
     if text := "; ".join(differences(recorded, here)):
         level = logging.INFO if rank else logging.WARNING
         logger.log(level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what)
+
+
+def number_of_steps(name: str, value: Any) -> int:
+    """A whole number, of numpy's, too.
+
+    Raises:
+        ValueError: it is none.
+    """
+    with contextlib.suppress(TypeError):
+        if (number := operator.index(value)) >= 0:
+            return number
+    raise ValueError(f"steps({name}={value!r}): pass a whole number of steps, from 0 on")
 
 
 def _count(number: int, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ def examine(
         ValueError: an argument is unusable; the message says which and what to do.
     """
     layout, run = options.layout, options.run
+    _check_model(model)
     stateful = check_state(state)
     if ledger is not None:
         stateful[BATCHES] = ledger
@@ -120,7 +122,25 @@ def examine(
     return TrainingState(binding, stateful, identity, freezing, operators, sharing)
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        parts = " (several models: nn.ModuleList([...]))" if isinstance(model, list | tuple) else ""
+        raise ValueError(  # noqa: TRY004 - one kind of error for all values
+            f"model is of type {type(model).__name__}, not a torch.nn.Module: pass "
+            f"Checkpointer(model, optimizer){parts}"
+        )
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    if meta:
+        raise ValueError(
+            f"{len(meta)} parameters and buffers of the model are on the meta device ({meta[0]!r}): give "
+            "them memory before the Checkpointer is created, with model.to_empty(device=...) and initial values"
+        )
+
+
 def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    if not optimizers:
+        raise ValueError("the list of optimizers is empty: pass all optimizers that update the model")
     for optimizer in optimizers:
         if type(optimizer).__module__.startswith("megatron.") and not isinstance(optimizer, Optimizer):
             raise ValueError(

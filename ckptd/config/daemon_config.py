@@ -45,6 +45,7 @@ __all__ = [
     "notify_settings",
     "render_table",
     "render_toml",
+    "shown_default",
     "traces_wanted",
     "trusted_users",
     "user_quotas",
@@ -204,13 +205,17 @@ def field_docs() -> dict[str, str]:
     return docs
 
 
+def shown_default(field: dataclasses.Field[Any]) -> str:
+    """The default of a setting, as the help and the documentation show it."""
+    default = field.metadata["shown"] or field.default
+    return str(default).lower() if isinstance(default, bool) else str(default) or "empty"
+
+
 def render_table() -> str:
     """The settings as a Markdown table, for the documentation."""
     lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for key, field in _fields().items():
-        default = field.metadata["shown"] or field.default
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        lines.append(f"| `{key}` | `{shown}` | {_allowed(key)} | {field_docs()[key]} |")
+        lines.append(f"| `{key}` | `{shown_default(field)}` | {_allowed(key)} | {field_docs()[key]} |")
     return "\n".join(lines) + "\n"
 
 

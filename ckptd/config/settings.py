@@ -227,6 +227,8 @@ def _store_value(text: str) -> str:
         raise ValueError("not a URL")
     if text.startswith("file://") and not text.startswith("file:///"):
         raise ValueError("a file URL has an absolute path: file:///folder")
+    if text.rstrip("/").endswith(":"):
+        raise ValueError("no bucket or folder")
     return text.rstrip("/")
 
 

@@ -93,6 +93,19 @@ _FLOPS_PER_PARAMETER = 6.0
 
 # The part of the time that counts, and the part of all experts' updates that is lost.
 _Played = tuple[float, float]
+# The options that fields of `Conditions` come from.
+_FLAGS = {
+    "iteration_s": "--iteration",
+    "mtbf_s": "--mtbf",
+    "loss_mtbf_s": "--loss-mtbf",
+    "restart_s": "--restart",
+    "link_Bps": "--link",
+    "network_Bps": "--network",
+    "storage_Bps": "--storage",
+    "replicas": "--replicas",
+    "skew": "--skew",
+    "drag": "--drag",
+}
 
 
 def add_advise_command(commands: Commands) -> None:
@@ -265,7 +278,7 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
         conditions, losses = around.conditions, around.losses
         advice = advise(rank, conditions, memory_bytes=args.memory, losses=losses)
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(_with_flag(str(error))) from error
     if advice.best is None:
         raise CommandError(f"nothing fits: {advice.rejected}", EXIT_FAILED)
     rated = [("best", advice.best), *advice.others]
@@ -302,6 +315,12 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
     if assumed := _assumed(args):
         text = f"Assumed: {assumed}.\n\n{text}"
     return CommandOutcome(answer, text)
+
+
+def _with_flag(text: str) -> str:
+    """An error about a value, by the option that has it."""
+    name, space, rest = text.partition(" ")
+    return f"{_FLAGS.get(name, name)}{space}{rest}"
 
 
 def _assumed(args: argparse.Namespace) -> str:
@@ -345,6 +364,8 @@ def _described(args: argparse.Namespace) -> tuple[RankShape, _Around, None]:
     if iteration_s is None:
         tokens = _TOKENS if args.tokens is None else args.tokens
         tflops = _TFLOPS if args.tflops is None else args.tflops
+        if tokens < 1:
+            raise ValueError(f"--tokens is {tokens}; it must be above 0")
         if not 0 < tflops < math.inf:
             raise ValueError(f"--tflops is {tflops:g}; it must be above 0")
         work = _FLOPS_PER_PARAMETER * model.active_parameters * tokens

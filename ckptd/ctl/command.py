@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import math
 import re
 import shutil
 import sys
@@ -48,12 +50,14 @@ __all__ = [
     "add_verify_iterations",
     "ask",
     "connected",
+    "count_from",
     "count_of",
     "duration",
     "endpoint_of",
     "near",
     "progress_line",
     "records",
+    "seconds",
     "settings_of",
     "show",
     "unknown_run",
@@ -128,7 +132,16 @@ def count_of(number: int, what: str) -> str:
 
 
 def endpoint_of(args: argparse.Namespace) -> str:
-    """``--endpoint``, else the endpoint at which clients expect the daemon."""
+    """``--endpoint``, else the endpoint at which clients expect the daemon.
+
+    Raises:
+        CommandError: ``--endpoint`` is none.
+    """
+    if args.endpoint and not args.endpoint.startswith("ipc://"):
+        raise CommandError(
+            f"--endpoint {args.endpoint}: pass ipc:// and the path of the socket, such as "
+            "ipc:///run/ckptd/ckptd.sock"
+        )
     return args.endpoint or default_endpoint()
 
 
@@ -245,12 +258,38 @@ class Commands:
             formatter_class=_Help,
         )
         text = f"seconds to wait (default {timeout_s:g})"
-        parser.add_argument("--timeout", type=float, default=argparse.SUPPRESS, help=text)
+        parser.add_argument(
+            "--timeout", type=seconds, metavar="SECONDS", default=argparse.SUPPRESS, help=text
+        )
         if function is not None:
             parser.set_defaults(function=function, default_timeout_s=timeout_s)
             lines = EXAMPLES.get(parser.prog, ())
             parser.epilog = "\n  ".join(["examples:" if len(lines) > 1 else "example:", *lines])
         return parser
+
+
+def seconds(text: str) -> float:
+    """Seconds above 0; for ``type=`` of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: they are none.
+    """
+    with contextlib.suppress(ValueError):
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
+def count_from(least: int) -> Callable[[str], int]:
+    """Whole numbers from ``least`` on; for ``type=`` of an argument."""
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (found := int(text)) >= least:
+                return found
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+
+    return parse
 
 
 def duration(text: str) -> float:
@@ -284,12 +323,13 @@ def add_store_options(parser: argparse.ArgumentParser, store: str = "") -> None:
     parser.add_argument("--store-backend", choices=BACKENDS, help="library that accesses the store")
 
 
-def which_run() -> argparse.ArgumentParser:
-    """A parser with ``--job``, ``--run`` and ``--rank``."""
+def which_run(*, rank: str = "") -> argparse.ArgumentParser:
+    """A parser with ``--job`` and ``--run``, and with ``--rank`` if that has a help."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--job", help="only this job")
     parser.add_argument("--run", help="only this run")
-    parser.add_argument("--rank", type=int, help="only this rank")
+    if rank:
+        parser.add_argument("--rank", type=count_from(0), help=rank)
     return parser
 
 
@@ -306,7 +346,7 @@ def add_verify_iterations(parser: argparse.ArgumentParser) -> None:
     """Add ``--verify-iterations``."""
     parser.add_argument(
         "--verify-iterations",
-        type=int,
+        type=count_from(0),
         default=VERIFY_ITERATIONS,
         metavar="N",
         help="value of RecoveryOptions(verify_iterations=N) in the trainers (default: %(default)s)",

@@ -21,6 +21,7 @@ from ckptd.ctl.command import (
     add_verify_iterations,
     ask,
     connected,
+    count_from,
     count_of,
     endpoint_of,
     records,
@@ -50,7 +51,7 @@ def add_daemon_commands(commands: Commands) -> None:
     text = "show the daemon, its memory, its trainers and its segments"
     add_watch(commands.add("status", _status, text))
     text = "list the slots of each rank and the iteration that can be recovered"
-    snapshots = commands.add("snapshots", _snapshots, text, which_run())
+    snapshots = commands.add("snapshots", _snapshots, text, which_run(rank="only this rank"))
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
     add_verify_iterations(snapshots)
     add_watch(snapshots)
@@ -60,15 +61,19 @@ def add_daemon_commands(commands: Commands) -> None:
     add_watch(iterations)
     events = commands.add("events", _events, "list the events of this node")
     events.add_argument("--follow", action="store_true", help="keep printing new events")
-    events.add_argument("--since", type=int, default=0, help="only events after this number")
-    events.add_argument("--limit", type=int, default=1000, help="print at most this many (default 1000)")
-    text = "park: attached trainers copy their state to memory now, and a restart resumes from that copy"
+    events.add_argument(
+        "--since", type=count_from(0), metavar="N", default=0, help="only events after number N"
+    )
+    events.add_argument(
+        "--limit", type=count_from(1), metavar="N", default=1000, help="print at most N events (default 1000)"
+    )
+    text = "have attached trainers copy their state to memory now (park); a restart resumes from that copy"
     park = commands.add("park", _park, text, timeout_s=60.0)
-    park.add_argument("job", nargs="?", help="only this job")
-    park.add_argument("run", nargs="?", help="only this run of it")
+    park.add_argument("job", metavar="JOB", nargs="?", help="only this job")
+    park.add_argument("run", metavar="RUN", nargs="?", help="only this run of it")
     text = "allow nodes that are not members of a run to read its snapshots from this node"
     admit = _add_of_run(commands.add("admit", _admit, text))
-    admit.add_argument("nodes", nargs="+", metavar="node", help="node ids whose keys are trusted")
+    admit.add_argument("nodes", nargs="+", metavar="NODE", help="node ids whose keys are trusted")
     text = "free the snapshots of a run that has no live trainer"
     forget = _add_of_run(commands.add("forget", _forget, text))
     forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
@@ -78,8 +83,8 @@ def add_daemon_commands(commands: Commands) -> None:
 
 
 def _add_of_run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("job")
-    parser.add_argument("run")
+    parser.add_argument("job", metavar="JOB")
+    parser.add_argument("run", metavar="RUN")
     return parser
 
 
@@ -99,6 +104,8 @@ def _snapshots(args: argparse.Namespace) -> CommandOutcome:
         if not found.ranks and not found.replays:
             check_known(client, args)
     text = snapshots_text(found, operators=args.operators, verify_iterations=args.verify_iterations)
+    if rank >= 0 and not found.ranks and not found.replays:
+        text = f"no snapshots of rank {rank} in memory"
     return CommandOutcome(found, text)
 
 

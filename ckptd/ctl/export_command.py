@@ -48,7 +48,11 @@ _FORMATS = ("safetensors", "hf", "dcp")
 def add_export_commands(commands: Commands) -> None:
     """Add `export` and `import`."""
     text = "write the model of one iteration as safetensors, Hugging Face or torch.distributed.checkpoint"
-    _add_export_arguments(commands.add("export", _export, text, which_run(), timeout_s=STORE_TIMEOUT_S))
+    _add_export_arguments(
+        commands.add(
+            "export", _export, text, which_run(rank="rank of the snapshot"), timeout_s=STORE_TIMEOUT_S
+        )
+    )
     text = "convert a model from another tool into a checkpoint that a run can start from"
     _add_import_arguments(commands.add("import", _import, text, timeout_s=STORE_TIMEOUT_S))
 

@@ -150,7 +150,11 @@ def _key_of(text: str) -> str:
     """A key given as text, or the one in a certificate file."""
     path = Path(text)
     if not path.is_file():  # a key may contain characters of a path
-        return checked_key(text)
+        try:
+            return checked_key(text)
+        except KeysError as error:
+            hint = "`ckptctl keys list` on the other node prints its key"
+            raise KeysError(f"{text!r} is neither a public key nor a file: {error}; {hint}") from error
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -34,6 +34,7 @@ from ckptd.ctl.command import (
     CommandOutcome,
     Commands,
     add_lose,
+    seconds,
     show,
     which_run,
 )
@@ -200,7 +201,7 @@ def _global_options(*, before: bool) -> argparse.ArgumentParser:
     )
     if before:
         text = "seconds to wait (default: that of the command)"
-        parser.add_argument("--timeout", type=float, help=text)
+        parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help=text)
     return parser
 
 

@@ -55,7 +55,8 @@ def add_peers_commands(commands: Commands) -> None:
     add_lose(lose)
     add_verify_iterations(lose)
     text = "rehearse the recovery of --rank from other nodes"
-    commands.add("drill", _drill, text, which_run(), timeout_s=600.0)
+    which = which_run(rank="rank to rehearse (required)")
+    commands.add("drill", _drill, text, which, timeout_s=600.0)
 
 
 def _peers(args: argparse.Namespace) -> CommandOutcome:
@@ -71,6 +72,8 @@ def _what_if(args: argparse.Namespace) -> CommandOutcome:
 
 def _drill(args: argparse.Namespace) -> CommandOutcome:
     """Rehearse the recovery of ``--rank``; blocks until the transfer has ended."""
+    if args.rank is None:
+        raise CommandError("pass --rank: the rank whose recovery is rehearsed")
     with connected(args) as client:
         job, run = choose_run(client, args)
         report = client.ask(m.Drill(job, run, args.rank), m.DrillReport, timeout_s=args.timeout)
@@ -87,10 +90,11 @@ def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, st
     fits = [each for each in known if _fits(args, each)]
     if len(fits) == 1:
         return fits[0]
-    named = ", ".join(f"{job}/{run}" for job, run in known) or "none"
+    if not known and args.job is None and args.run is None:
+        raise RefusedError("not_found", "this node knows no run: no trainer has attached to its daemon yet")
     if fits or (args.job is None and args.run is None):
-        text = "several runs match" if fits else "this node knows no run"
-        raise RefusedError("not_found", f"{text}; known runs: {named}", "pass --job and --run")
+        named = ", ".join(f"{job}/{run}" for job, run in known)
+        raise RefusedError("not_found", f"several runs match; known runs: {named}", "pass --job and --run")
     raise unknown_run(args.job, args.run, known)
 
 

@@ -445,11 +445,11 @@ def _run_tiers(
     facts: _Facts, tiers: Mapping[int, tuple[TierView, ...]], scale: _Scale
 ) -> tuple[TierView, ...]:
     """The worst rank of each tier. For the loss of a node the floor of the run counts, too, which all nodes
-    agreed on.
+    agreed on; on a node that has no peers it is that of its own ring, and says nothing of a lost node.
     """
     process, node, memory = (_worst_rank({rank: each[i] for rank, each in tiers.items()}) for i in range(3))
     floors = [each.replication.floor for each in facts.values() if each.replication is not None]
-    if floors and node.grade is not TierGrade.NONE:
+    if floors and node.grade not in _ABSENT:
         every = max(each.every() for each in facts.values())
         note = "" if min(floors) >= 0 else "not all ranks of the run have replicas yet"
         node = min(node, scale.tier(min(floors), 4 * every, note=note), key=_badness)

@@ -128,7 +128,8 @@ def _rank_row(rank: RankView) -> tuple[object, ...]:
         for tier in rank.tiers
     ]
     slots = "".join("S" if slot.in_suffix else _SLOTS.get(slot.state, "?") for slot in rank.slots)
-    where = ", ".join(rank.targets) or f"rank of {rank.node or 'another node'}"
+    elsewhere = "-" if rank.slots else f"rank of {rank.node or 'another node'}"
+    where = ", ".join(rank.targets) or elsewhere
     return f"  {rank.rank:>4}", rank.step, *cells, slots or "-", where
 
 

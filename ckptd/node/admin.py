@@ -238,9 +238,14 @@ class Admin:
         size = sum(segment.file_bytes for segment in segments) + replicas
         for segment in segments:
             self._housekeeper.remove(segment, "forgotten by request")
-        put_aside = f" and {bad} damaged files" if bad else ""
-        who = ", and who took part in it" if known else ""
-        return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}{who}")
+        freed = f"freed {format_bytes(size)} in {_counted(len(segments), 'segment')}"
+        put_aside = f" and {_counted(bad, 'damaged file')}" if bad else ""
+        who = ", and forgot the members of the run" if known else ""
+        return m.Done(f"{freed}{put_aside}{who}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def openers(segments: list[Segment]) -> list[int]:

@@ -56,6 +56,7 @@ from ckptd.memory.user_files import close_files
 from ckptd.node.node_limits import (
     check_descriptors,
     check_filesystem,
+    check_quota,
     default_digest_threads,
     quota_bytes,
     raise_descriptor_limit,
@@ -125,6 +126,7 @@ class Daemon(SlotListener, FolderListener):
         if users is not None:
             close_files(folder)
         quota = quota_bytes(config.memory, folder)
+        check_quota(quota, folder)
         self._events = EventLog(config.max_events)
         for name in unknown:
             text = f"user_quotas: no user of this node has the name {name!r}; user_quota applies"

@@ -12,10 +12,12 @@ from ckptd.config.settings import parse_memory
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.transport.access.doorkeeper import ENOUGH_DESCRIPTORS
+from ckptd.units import format_bytes
 
 __all__ = [
     "check_descriptors",
     "check_filesystem",
+    "check_quota",
     "default_digest_threads",
     "physical_memory",
     "quota_bytes",
@@ -70,8 +72,24 @@ def quota_bytes(memory: str, folder: Path) -> int:
     value = parse_memory(memory)
     if isinstance(value, int):
         return value
+    return int(value * min(physical_memory(), _size(folder)))
+
+
+def _size(folder: Path) -> int:
     info = os.statvfs(folder)
-    return int(value * min(physical_memory(), info.f_blocks * info.f_frsize))
+    return info.f_blocks * info.f_frsize
+
+
+def check_quota(quota: int, folder: Path) -> None:
+    """Warn of a quota that promises more than there is."""
+    if quota > (size := _size(folder)):
+        logger.warning(
+            "the quota of %s is larger than the filesystem of %s, which has %s: trainers are refused when "
+            "that is full",
+            format_bytes(quota),
+            folder,
+            format_bytes(size),
+        )
 
 
 def check_filesystem(folder: Path, allow_disk: bool) -> None:

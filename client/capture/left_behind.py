@@ -42,9 +42,10 @@ def around_loop(frame: types.FrameType, captured: Iterable[Any], binding: LiveSt
         captured: objects that snapshots have, besides model and optimizers.
     """
     try:
-        of_optimizers = (p for optimizer in binding.optimizers for p in _params(optimizer))
+        of_optimizers = [p for optimizer in binding.optimizers for p in _params(optimizer)]
         tensors = (*binding.params.values(), *binding.masters.values(), *binding.buffers().values())
-        return LeftBehind(variables_of(frame), captured, (*tensors, *of_optimizers))
+        updated = (*of_optimizers, *(binding.params[name] for name in binding.masters))
+        return LeftBehind(variables_of(frame), captured, (*tensors, *of_optimizers), updated)
     except Exception as error:  # noqa: BLE001 - as below
         _not_looked_at(error)
         return None
@@ -77,12 +78,17 @@ class LeftBehind:
         variables: by name.
         captured: objects that snapshots have, with what is inside them.
         tensors: those that snapshots have.
+        updated: those of them that the optimizers in the snapshots update.
     """
 
     def __init__(
-        self, variables: Mapping[str, Any], captured: Iterable[Any], tensors: Iterable[Tensor]
+        self,
+        variables: Mapping[str, Any],
+        captured: Iterable[Any],
+        tensors: Iterable[Tensor],
+        updated: Iterable[Tensor],
     ) -> None:
-        self._tensors = frozenset(map(id, tensors))
+        self._tensors, self._updated = frozenset(map(id, tensors)), frozenset(map(id, updated))
         self._recorder = AttributeRecorder(0, everything=True, trained=self._tensors)
         inside = self._inside = {id(part) for each in captured for part in _with_parts(each)}
         self._objects = {
@@ -115,14 +121,14 @@ class LeftBehind:
             logger.warning(
                 "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. Pass %s",
                 listed,
-                _advice(changed),
+                self._advice(changed),
             )
         return None
 
     def _counts(self, value: Any) -> bool:
         """True for what may be state of the training."""
         if isinstance(value, Optimizer):
-            return not any(id(p) in self._tensors for p in _params(value))
+            return not any(id(p) in self._updated for p in _params(value))
         if isinstance(value, LRScheduler):
             return any(id(p) in self._tensors for p in _params(value.optimizer))
         if isinstance(value, torch.amp.GradScaler):
@@ -150,6 +156,23 @@ class LeftBehind:
             return value._num_yielded
         return values.pack(value.state_dict())
 
+    def _advice(self, changed: Sequence[tuple[str, Any]]) -> str:
+        optimizers = [value for _, value in changed if isinstance(value, Optimizer)]
+        of_model = {id(o) for o in optimizers if any(id(p) in self._tensors for p in _params(o))}
+        by_itself = [(name, value) for name, value in changed if id(value) not in of_model]
+        kept = [name for name, value in by_itself if not isinstance(value, _BaseDataLoaderIter)]
+        found = []
+        if kept:
+            state = ", ".join(f'"{name.removeprefix("self.")}": {name}' for name in kept)
+            found.append(f"Checkpointer(..., state={{{state}}})")
+        if len(kept) < len(by_itself):
+            found.append("the loader to ckpt.batches(loader), which gives the same batches")
+        if optimizers:
+            found.append("all optimizers of the model in a list: Checkpointer(model, [first, second])")
+        elif any(isinstance(value, nn.Module) for _, value in changed):
+            found.append("a large module with the model: Checkpointer(nn.ModuleDict({...}), ...)")
+        return "; ".join(found)
+
 
 def _not_looked_at(error: Exception) -> None:
     logger.info("the variables around the loop were not looked at: %s: %s", type(error).__name__, error)
@@ -167,18 +190,3 @@ def _with_parts(value: Any) -> Iterator[Any]:
         yield part
         if isinstance(part, list | tuple):
             yield from part
-
-
-def _advice(changed: Sequence[tuple[str, Any]]) -> str:
-    kept = [name for name, value in changed if not isinstance(value, _BaseDataLoaderIter)]
-    found = []
-    if kept:
-        state = ", ".join(f'"{name.removeprefix("self.")}": {name}' for name in kept)
-        found.append(f"Checkpointer(..., state={{{state}}})")
-    if len(kept) < len(changed):
-        found.append("the loader to ckpt.batches(loader), which gives the same batches")
-    if any(isinstance(value, Optimizer) for _, value in changed):
-        found.append("all optimizers of the model in a list: Checkpointer(model, [first, second])")
-    elif any(isinstance(value, nn.Module) for _, value in changed):
-        found.append("a large module with the model: Checkpointer(nn.ModuleDict({...}), ...)")
-    return "; ".join(found)

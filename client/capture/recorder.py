@@ -219,6 +219,7 @@ class Recorder:
         self._chain = SnapshotChain()
         self._stepped = False
         self._updates: dict[int, int] = {}  # of this step, by optimizer
+        self._idle = 0  # tops before the first step of an optimizer; -1: there was one
         self._pace = StepTiming()
         self._reported_at = 0.0
         self._restless = RestlessBuffers(context.binding)
@@ -314,6 +315,7 @@ class Recorder:
             self._take_unless_refused(step)
         if self._gradients is not None and not (pending or self._taken_bytes):
             self._gradients.drop()
+        self._note_idle()
         if pace.steps <= _WATCHED_STEPS:
             self.watch()
         self._forget_updates()
@@ -514,6 +516,19 @@ class Recorder:
             self._not_protected(
                 f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds "
                 "gradients that it has not used; call zero_grad() within the step"
+            )
+
+    def _note_idle(self) -> None:
+        """No snapshot is taken before a step of an optimizer; if none comes, another one trains the model."""
+        if self._idle < 0 or self._stepped or self._stats.snapshots:
+            self._idle = -1
+            return
+        self._idle += 1
+        if self._idle > _PENDING_LIMIT:
+            self._idle = -1
+            self._not_protected(
+                f"no snapshot in {_PENDING_LIMIT} steps: no optimizer that Checkpointer got has stepped; "
+                "pass the optimizer whose step() the loop calls"
             )
 
     def _leave_out(self) -> None:

@@ -103,6 +103,8 @@ def check_loader(
                 f"the {type(loader).__name__} passed to batches() keeps its own position: pass it in state=, "
                 "too: Checkpointer(..., state={'loader': loader})"
             )
+        if not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
+            raise ValueError(f"batches() got {loader!r}, which has no batches: pass a DataLoader")
         if isinstance(loader, Iterator):
             raise ValueError(
                 f"batches() got an iterator ({type(loader).__name__}), which cannot start again after a "

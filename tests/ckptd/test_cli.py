@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.cli import EXIT_MEANINGS
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.transport import messages as m
 from tests.ckptd.running import ROOT, DaemonProcess, attach, busy_daemon, reserve, running_daemon
@@ -131,7 +133,7 @@ def test_snapshots_say_what_is_recoverable_and_at_what_cost(busy: DaemonProcess)
     assert "iteration 6 anchors 1:\n    operator 1" in text
     (rank,) = json.loads(busy.ctl("snapshots", "--json").stdout)["ranks"]
     assert rank["suffix"] == [5, 6]
-    assert busy.ctl("snapshots", "--rank", "7").stdout == "no snapshots in memory\n"
+    assert busy.ctl("snapshots", "--rank", "7").stdout == "no snapshots of rank 7 in memory\n"
     unknown = busy.ctl("snapshots", "--job", "other", check=False)
     assert (unknown.returncode, "knows no job other; known runs: job/run" in unknown.stderr) == (4, True)
 
@@ -191,6 +193,17 @@ def test_without_a_daemon_the_exit_code_says_so(busy: DaemonProcess, tmp_path: P
 def test_wrong_usage_is_code_2(busy: DaemonProcess) -> None:
     assert busy.ctl("export", check=False).returncode == 2
     assert run("ckptd", "walk", env=busy.env).returncode == 2
+
+
+def test_the_help_of_the_daemon_has_its_exit_codes_and_the_defaults(busy: DaemonProcess) -> None:
+    """Descriptors that are short were said to be code 4, and 1 and 5 were missing."""
+    table = (ROOT / "docs/operations.md").read_text("utf-8").partition("| exit code of `ckptd` |")[2]
+    codes = re.findall(r"^\| (\d) \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert list(map(str, EXIT_MEANINGS)) == codes
+    for words in ((), ("run",)):
+        shown = " ".join(run("ckptd", *words, "--help", env=busy.env).stdout.split())
+        assert all(f"{code}: {meaning}" in shown for code, meaning in EXIT_MEANINGS.items())
+    assert "Allowed: 0 to 16. Default: 2." in shown
 
 
 def test_a_reader_that_leaves_is_no_error(busy: DaemonProcess) -> None:

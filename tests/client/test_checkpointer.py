@@ -125,7 +125,7 @@ class Halves(torch.optim.SGD):
         ({"window": 0}, "window=0: a window has 1 to 64 snapshots"),
         ({"window": 65}, "window=65"),
         ({"every": 0}, "every=0"),
-        ({"every": 2}, "every=2: only policy='dense'"),
+        ({"every": 2}, "every=2 with policy='sliding': only policy='dense'"),
         ({"on_mismatch": "ignore"}, "on_mismatch='ignore': choose 'raise' or 'warn'"),
         ({"freeze": "melt"}, "freeze='melt': choose 'auto', 'drop' or 'inputs'"),
         ({"ordering": "loud"}, "loud"),
@@ -157,6 +157,45 @@ def test_an_optimizer_that_is_none(model: MoE, endpoint: str) -> None:
         Checkpointer(model, nn.Linear(1, 1), daemon=endpoint)
 
 
+def test_a_list_without_optimizers(model: MoE, endpoint: str) -> None:
+    """It was accepted, and nothing was ever captured."""
+    with pytest.raises(ValueError, match="the list of optimizers is empty: pass all optimizers"):
+        Checkpointer(model, [], daemon=endpoint)
+
+
+def test_a_model_that_is_none(model: MoE, endpoint: str) -> None:
+    """The arguments the wrong way round ended in an AttributeError."""
+    with pytest.raises(ValueError, match=r"model is of type AdamW, not a torch\.nn\.Module"):
+        Checkpointer(AdamW(model.parameters()), model, daemon=endpoint)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model is of type list.*nn\.ModuleList"):
+        Checkpointer([model], AdamW(model.parameters()), daemon=endpoint)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("total", ["9", None, 2.5, -1])
+def test_a_number_of_steps_that_is_none(total: Any, model: MoE, make: Callable[..., Checkpointer]) -> None:
+    ckpt = make(model, AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=rf"steps\(total={total!r}\): pass a whole number of steps"):
+        next(ckpt.steps(total))
+
+
+def test_batches_of_what_has_none(model: MoE, make: Callable[..., Checkpointer]) -> None:
+    with pytest.raises(ValueError, match=r"batches\(\) got 3, which has no batches"):
+        make(model, AdamW(model.parameters())).batches(3)
+
+
+def test_a_loop_that_steps_another_optimizer_is_told(
+    model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No snapshot is taken before the optimizer's step, and nothing said so."""
+    ckpt = make(model, AdamW(MoE().parameters()))
+    for _ in ckpt.steps(90):
+        pass
+    assert "no snapshot in 100 steps" not in caplog.text
+    for _ in ckpt.steps(110):
+        pass
+    assert "no snapshot in 100 steps: no optimizer that Checkpointer got has stepped; pass" in caplog.text
+
+
 def test_a_dependent_optimizer_is_refused_with_reason_and_way_out(model: MoE, endpoint: str) -> None:
     with pytest.raises(
         ValueError, match=r"Halves: the update .*depends on.*SnapshotOptions\(policy='dense'\)"
@@ -181,7 +220,7 @@ def test_freezing_by_inputs_where_it_cannot_be_exact(endpoint: str) -> None:
 
 def test_parameters_on_a_device_without_an_engine(endpoint: str) -> None:
     meta = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match=r"meta.*supported are cpu and cuda"):
+    with pytest.raises(ValueError, match=r"2 parameters and buffers .* on the meta device .'weight'.: give"):
         Checkpointer(
             meta,
             AdamW(meta.parameters()),

@@ -122,6 +122,10 @@ def made(**keywords: Any) -> Checkpointer:
             {"to_peers": "gradients", "policy": "dense", "every": "gemini"},
             "and every='gemini': the gradients",
         ),
+        ({"every": 0, "policy": "dense"}, "every=0: pass a number of iterations, 1 or more"),
+        ({"every": 4}, "every=4 with policy='sliding': only policy='dense'"),
+        ({"required": "no"}, "required='no': pass True or False"),
+        ({"start_from": 3}, "start_from=3: pass a file, a folder or a URL"),
         ({"resume_at": -1}, "resume_at=-1: pass the number of an iteration, or None"),
         ({"resume_at": True}, "resume_at=True"),
         ({"verify_iterations": -1}, "verify_iterations=-1: pass how many iterations"),
@@ -175,6 +179,19 @@ def test_several_old_keywords_are_answered_together() -> None:
 def test_an_unknown_keyword_is_refused_as_python_does() -> None:
     with pytest.raises(TypeError, match=r"Checkpointer\(\) got an unexpected keyword argument 'w'"):
         made(w=3)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("windw", r"'windw'; did you mean snapshots=SnapshotOptions\(window=\.\.\.\)\?$"),
+        ("store", r"'store': checkpoints in storage are made by the daemon: start it with CKPTD_STORE="),
+        ("scheduler", r"'scheduler': pass it in state="),
+    ],
+)
+def test_an_unknown_keyword_leads_to_what_may_be_meant(keyword: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made(**{keyword: 3})
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,10 @@ def _write(write: Callable[[Path, bytes], None], path: Path, text: str) -> None:
     try:
         write(path, text.encode("ascii"))
     except FileExistsError as error:
-        raise KeysError(f"{path} exists and is not overwritten") from error
+        raise KeysError(
+            f"{path} exists and is not overwritten: `ckptctl keys list` prints the public key, `ckptctl keys "
+            "rotate` replaces the pair"
+        ) from error
     except OSError as error:
         raise KeysError(f"cannot write {path}: {error}") from error
 

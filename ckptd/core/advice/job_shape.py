@@ -170,7 +170,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.gpus, self.stages, self.expert_ranks) < 1:
-            raise ValueError(f"{self.gpus} GPUs, {self.stages} stages, {self.expert_ranks} ranks of experts")
+            raise ValueError(
+                f"{self.gpus} GPUs, {self.stages} stages, {self.expert_ranks} ranks of experts: each must be "
+                "1 or more"
+            )
         if self.gpus % (self.stages * self.expert_ranks):
             raise ValueError(
                 f"{self.gpus} GPUs are no multiple of {self.stages} stages x {self.expert_ranks} ranks of "

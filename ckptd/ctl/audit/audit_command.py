@@ -19,6 +19,7 @@ from ckptd.ctl.command import (
     Commands,
     add_verify_iterations,
     connected,
+    count_from,
     duration,
     show,
 )
@@ -48,7 +49,7 @@ def add_audit_command(commands: Commands) -> None:
     parser.add_argument("--run", help="only this run")
     add_verify_iterations(parser)
     parser.add_argument("--every", type=duration, metavar="TIME", help="audit a step every TIME, such as 10m")
-    parser.add_argument("--times", type=int, metavar="N", help="with --every: end after N audits")
+    parser.add_argument("--times", type=count_from(1), metavar="N", help="with --every: end after N audits")
     parser.add_argument(
         "--copies", default=_COPIES, metavar="FOLDER", help=f"folder for the copies (default: {_COPIES})"
     )

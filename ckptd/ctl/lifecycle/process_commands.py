@@ -18,6 +18,7 @@ from ckptd.ctl.command import (
     CommandOutcome,
     Commands,
     connected,
+    count_from,
     endpoint_of,
     settings_of,
     show,
@@ -40,7 +41,7 @@ def add_process_commands(commands: Commands) -> None:
     logs = commands.add("logs", _logs, text)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     help_text = f"print at most this many of the last lines (default {_LINES})"
-    logs.add_argument("--lines", type=int, default=_LINES, metavar="N", help=help_text)
+    logs.add_argument("--lines", type=count_from(0), default=_LINES, metavar="N", help=help_text)
 
 
 # -- stop -----------------------------------------------------------------------------------------

@@ -33,7 +33,10 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 
 
 def _period(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not _REFRESH_MIN_S <= seconds <= _REFRESH_MAX_S:
         raise argparse.ArgumentTypeError(f"{text} is not between {_REFRESH_MIN_S:g} and {_REFRESH_MAX_S:g}")
     return seconds

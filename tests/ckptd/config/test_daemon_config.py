@@ -101,6 +101,12 @@ def test_metrics_are_off_or_at_an_address(text: str) -> None:
     assert load_config(environ={"CKPTD_METRICS": text}).config.metrics == text
 
 
+@pytest.mark.parametrize("url", ["bucket/prefix", "s3://", "file://folder"])
+def test_a_store_without_a_place_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"store .*cannot be used: expected a URL such as s3://"):
+        load_config(environ={"CKPTD_STORE": url})
+
+
 def test_an_unknown_key_is_refused_with_the_likely_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'memroy'.*did you mean 'memory'"):
         load_config(file=toml(tmp_path, "memroy = 1\n"), environ={})

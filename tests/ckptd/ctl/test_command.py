@@ -66,7 +66,41 @@ def test_the_default_timeout_of_one_command_is_not_that_of_all(
     assert f"seconds to wait (default {expected})" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("status --timeout -3", "--timeout: '-3' is not a number of seconds above 0"),
+        ("status --timeout soon", "--timeout: 'soon' is not a number of seconds above 0"),
+        ("status --watch soon", "--watch: 'soon' is not a number of seconds"),
+        ("snapshots --rank -1", "--rank: '-1' is not a whole number from 0 on"),
+        ("snapshots --verify-iterations -1", "--verify-iterations: '-1' is not a whole number from 0 on"),
+        ("events --since -4", "--since: '-4' is not a whole number from 0 on"),
+        ("events --limit 0", "--limit: '0' is not a whole number from 1 on"),
+        ("logs --lines x", "--lines: 'x' is not a whole number from 0 on"),
+    ],
+)
+def test_a_number_that_cannot_be_is_named_with_its_option(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--limit 0` went to the daemon, whose decoder answered; `--rank -1` was taken for all ranks."""
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert f"argument {message}" in capsys.readouterr().err
+
+
+def test_a_drill_needs_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drill", "--job", "moe"]) == 2
+    assert "ckptctl: pass --rank: the rank whose recovery is rehearsed" in capsys.readouterr().err
+
+
 # -- the daemon -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:7077", "ckptd.sock"])
+def test_an_endpoint_that_is_no_socket(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--endpoint", endpoint]) == 2
+    assert f"--endpoint {endpoint}: pass ipc:// and the path of the socket" in capsys.readouterr().err
 
 
 def test_a_socket_of_a_killed_daemon_is_no_daemon(

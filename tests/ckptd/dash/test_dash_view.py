@@ -92,6 +92,17 @@ def test_a_node_alone_without_a_store_is_a_warning_and_with_one_is_not() -> None
     assert only_run(bare).verdict == "not protected if a node is lost or all memory is lost"
 
 
+def test_without_peers_the_floor_of_the_own_ring_is_no_protection_from_the_loss_of_a_node() -> None:
+    """A daemon alone reports a floor, too: `top` said of a job on one node that it outlives the node."""
+    found = answers()
+    ranks = tuple(
+        msgspec.structs.replace(each, targets=(), wanted=0, floor=NEWEST) for each in found.peers.ranks
+    )
+    alone = msgspec.structs.replace(found.peers, endpoint="", peers=(), ranks=ranks)
+    run = only_run(replace(found, peers=alone))
+    assert (grades(run), run.verdict) == ("+.+", "not protected if a node is lost")
+
+
 def test_a_target_that_is_lost_does_not_count_as_a_replica() -> None:
     run = only_run(with_targets(answers(), target(alive=False)))
     assert grades(run)[1] == "x"

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from ckptd.dash.dash_view import DashView, TierGrade, view_of
@@ -48,6 +49,14 @@ def test_a_large_job_has_a_short_text_with_the_worst_ranks() -> None:
     assert "experts: 4 on fewer than 2 of 3 nodes" in text
     assert "1 of 2 answer; n2 silent for 42 s" in text
     assert "rank 3: 16.50 s, of which first_new_step 2.75, replayed 2.50" in text
+
+
+def test_a_rank_of_this_node_without_replicas_is_not_one_of_another_node() -> None:
+    found = answers()
+    ranks = tuple(msgspec.structs.replace(each, targets=(), wanted=0) for each in found.peers.ranks)
+    text = screen_text(view_of(replace(found, peers=msgspec.structs.replace(found.peers, ranks=ranks))))
+    (row,) = (line for line in text.splitlines() if line.startswith("     0 "))
+    assert row.endswith(" -")
 
 
 def test_an_outage_of_the_daemon_is_said_in_words() -> None:

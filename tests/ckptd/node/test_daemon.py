@@ -23,7 +23,7 @@ from ckptd.core.slots.slots import SlotState
 from ckptd.memory.locks import is_locked, try_lock
 from ckptd.memory.segment_file import open_segment
 from ckptd.node.daemon import Notifier
-from ckptd.node.node_limits import default_digest_threads
+from ckptd.node.node_limits import check_quota, default_digest_threads
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, encode
 from tests.ckptd.running import (
@@ -61,6 +61,15 @@ def messages_of(client: ControlClient, kind: str) -> list[str]:
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (4, 2), (8, 4), (16, 4), (64, 8), (208, 16)])
 def test_digest_threads_grow_with_the_machine(cpus: int, threads: int) -> None:
     assert default_digest_threads(cpus) == threads
+
+
+def test_a_quota_beyond_the_filesystem_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_quota(1, tmp_path)
+    assert not caplog.records
+    check_quota(1 << 60, tmp_path)
+    assert "the quota of 1.049e+06 TiB is larger than the filesystem of" in caplog.text
 
 
 def test_a_slot_is_sealed_after_it_was_announced() -> None:
@@ -282,7 +291,7 @@ def test_a_quota_that_is_too_small_is_refused_with_numbers() -> None:
         attach(client, needed_bytes=8 * MIB)
         with pytest.raises(RefusedError, match="20 slots of 1 MiB"):
             reserve(client, slots=20)
-        assert client.ask(m.Forget("job", "old"), m.Done).message == "freed 6 MiB in 1 segments"
+        assert client.ask(m.Forget("job", "old"), m.Done).message == "freed 6 MiB in 1 segment"
         assert client.ask(m.GetStatus(), m.Status).used_bytes == 0
         attach(client, needed_bytes=12 * MIB)
 

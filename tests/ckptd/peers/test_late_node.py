@@ -128,7 +128,7 @@ def test_a_run_that_was_forgotten_by_command_begins_anew_and_a_late_node_does_no
             again.recover()
         again.end()
         done = first.ctl("forget", "job", "run", "--yes")
-        assert "who took part in it" in done.stdout
+        assert "forgot the members of the run" in done.stdout
         again.start()
         again.record(0)
         again.end()

@@ -33,7 +33,8 @@ class Job:
     def said(self, caplog: pytest.LogCaptureFixture, captured: tuple[Any, ...] = (), **variables: Any) -> str:
         """What is said when these variables are around the loop."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        looking: LeftBehind | None = LeftBehind(variables, captured, tensors)
+        updated = [p for group in self.optimizer.param_groups for p in group["params"]]
+        looking: LeftBehind | None = LeftBehind(variables, captured, tensors, updated)
         for _ in range(6):
             if looking is not None:
                 looking = looking.look()
@@ -91,6 +92,20 @@ def test_a_second_optimizer(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     told = job.said(caplog, critic=other, second=second)
     assert "critic (Linear), second (SGD)" in told
     assert "Checkpointer(model, [first, second])" in told
+
+
+def test_an_optimizer_of_the_model_that_was_mistaken_for_another(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`Checkpointer` got the optimizer of a model that was made anew since: nothing was captured or said."""
+    trains = torch.optim.AdamW(job.model.parameters())
+    job.optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    job.after = [trains.step]
+    told = job.said(caplog, optimizer=job.optimizer, trains=trains)
+    assert "NOT CAPTURED: trains (AdamW)" in told
+    assert told.rstrip().endswith(
+        "Pass all optimizers of the model in a list: Checkpointer(model, [first, second])"
+    )
 
 
 def test_a_gradient_scaler(job: Job, caplog: pytest.LogCaptureFixture) -> None:
