@@ -134,7 +134,7 @@ def _check_model(model: Any) -> None:
     if meta:
         raise ValueError(
             f"{len(meta)} parameters and buffers of the model are on the meta device ({meta[0]!r}): give "
-            "them memory before the Checkpointer is created, with model.to_empty(device=...) and initial values"
+            "them memory before the Checkpointer is created: model.to_empty(device=...), then initial values"
         )
 
 

@@ -355,8 +355,10 @@ def compare(undisturbed: Trainer, killed: Trainer) -> list[str]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=210)
+    parser = argparse.ArgumentParser(
+        "python -m ckptd.demo", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("--steps", type=int, default=210, help="iterations of each run")
     parser.add_argument("--kills", type=int, default=5, help="random kills of the trainer")
     parser.add_argument("--seed", type=int, default=None, help="seed of the kills; default: random")
     parser.add_argument("--window", type=int, default=4, help="snapshots per window")
@@ -365,7 +367,7 @@ def parse_args() -> argparse.Namespace:
         "--precision", choices=list(PRECISIONS), default=native_precision(), help="default: what the CPU has"
     )
     parser.add_argument("--plain", action="store_true", help="no host: each life is a new interpreter")
-    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
     return parser.parse_args()
 
 

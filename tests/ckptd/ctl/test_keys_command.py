@@ -40,7 +40,7 @@ def test_a_pair_is_made_once_and_the_secret_stays_secret(
     assert made.secret not in shown
     assert (folder / "node.key_secret").stat().st_mode & 0o077 == 0
     assert keys(folder, "new") != 0, "an existing key is never overwritten"
-    assert "exists and is not overwritten" in capsys.readouterr().err
+    assert "exists and is not overwritten: `ckptctl keys list` prints the public" in capsys.readouterr().err
     assert Keys.load(folder).public == made.public
 
 
