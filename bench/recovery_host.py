@@ -256,6 +256,10 @@ def main() -> None:
     if args.worker is not None:
         work(args)
         return
+    if args.rounds < 1 or args.torchrun_rounds < 1:
+        options.error(
+            "--rounds and --torchrun-rounds must be at least 1: each number is compared with another"
+        )
     samples: dict[str, list[dict[str, float]]] = {}
     memory = (0.0, 0.0)
     # All runs stay in the daemon's memory: six snapshots of each rank, and as many in a new geometry.

@@ -417,7 +417,9 @@ class LoopSide:
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         rehearse = None
-        if self.rehearsal is not None and self.recorder is not None and self.replaying.replay is None:
+        # A job that comes back must not wait for it: the first new step is without.
+        new = self._phases is None and self.step > self._new_from and self.replaying.replay is None
+        if new and self.rehearsal is not None and self.recorder is not None:
             if self.rehearsal.over:
                 self.rehearsal = None
             elif self.rehearsal.enter(number := self._number_of(optimizer)):

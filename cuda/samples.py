@@ -139,7 +139,7 @@ class SamplePlan:
         return self._items_of(self._owners[of][differs])
 
     def _items_of(self, owners: npt.NDArray[np.int32]) -> set[int]:
-        return {self._places[i].number for i in np.unique(owners).tolist()}
+        return {self._places[i].number for i in set(owners.tolist())}
 
     def items_moved(self) -> set[int]:
         """The items whose memory has moved."""

@@ -626,6 +626,31 @@ class TestAgreeOnSharing:
             flipped.view(torch.uint8)[byte] ^= 1
             assert told(flipped) != told(values)
 
+    @pytest.mark.parametrize("count", [3, 1000, 100_000])
+    def test_an_exchange_of_two_parameters_is_noticed(self, count: int) -> None:
+        def told(first: torch.Tensor, second: torch.Tensor) -> dict[Replicas, str]:
+            model = nn.Module()
+            model.a, model.b = nn.Parameter(first), nn.Parameter(second)
+            binding = bound(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            return sharing_of(binding).checksums(binding)
+
+        first, second = torch.randn(count), torch.randn(count)
+        assert told(first, second) == told(first.clone(), second.clone())
+        assert told(first, second) != told(second, first)
+
+    def test_more_small_parameters_than_are_summed_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sharing_module, "_SUMMED_AT_ONCE", 10)
+
+        def told(changed: int) -> dict[Replicas, str]:
+            model = nn.Module()
+            for number in range(30):
+                value = torch.full((4,), float(number + (number == changed)))
+                setattr(model, f"w{number}", nn.Parameter(value))
+            binding = bound(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            return sharing_of(binding).checksums(binding)
+
+        assert len({told(changed)[BOTH] for changed in range(31)}) == 31
+
     def test_optimizer_state_that_is_made_of_other_tensors_has_a_checksum(self) -> None:
         """torchao's 8-bit moments answer to no operation but their own: with DDP no snapshot was
         ever taken, after three errors in the log.

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
 from ckptd.client.model import snapshot_layout
 from ckptd.client.recovery import rehearsal as rehearsal_module
+from ckptd.client.recovery import start as start_module
+from ckptd.client.recovery.global_recovery import recover_global
 from tests.client.recovery import rehearsed_ranks
 from tests.forked import Forked
 from tests.habits.optimizers import MAKERS, package_of
@@ -318,6 +320,27 @@ def test_a_step_with_a_closure_is_rehearsed(live: Any) -> None:
     assert re.search(r"resume rehearsed: .* makes the same of 5 of 5 parameters", life.said)
     plain = live(MAKERS["torch.optim.AdamW"], daemon=None).train(8, closure=True)
     assert all(map(torch.equal, weights, plain))
+
+
+def test_a_job_that_comes_back_does_not_wait_for_it(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is rehearsed after the first new step, with which the start is over. Iterations that are done
+    again before it have snapshots, too.
+    """
+
+    def others_were_further(*args: Any, **options: Any) -> Any:
+        found = recover_global(*args, **options)
+        return found if isinstance(found, str) else found._replace(new_from=found.new_from + 3)
+
+    first = live(MAKERS["torch.optim.AdamW"])
+    first.train(6)
+    first.ckpt.close()
+    monkeypatch.setattr(start_module, "recover_global", others_were_further)
+    life = live(MAKERS["torch.optim.AdamW"])
+    before = len(life.said)
+    life.train(14)
+    said = life.said[before:]
+    assert life.ckpt.resumed_from == 6
+    assert 0 <= said.find("the first new iteration is 9") < said.find("resume rehearsed"), said
 
 
 def test_memory_that_does_not_suffice_is_said(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
