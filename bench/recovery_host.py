@@ -5,6 +5,8 @@ killed, and the time until every rank has done an optimizer's step that none had
 
     host    torchrun … -m ckptd.host: the hosts fork new trainers, torchrun notices nothing
     stays   the same, and the ranks that are left restart in their processes
+    bare    the hosts alone: no checkpointer, nothing is loaded, and as many steps as a recovery does again
+            and one. What is left of `host` beyond that is ours to make shorter
     stock   torchrun restarts the workers, with its defaults
     tuned   the same, with what makes it quicker on one machine: it looks for dead workers every 20 ms
 
@@ -52,6 +54,7 @@ WAIT_S = 120.0
 VARIANTS: dict[str, tuple[list[str], list[str]]] = {
     "host": ([], ["ckptd.host", "-m"]),
     "stays": ([], ["ckptd.host", "-m"]),
+    "bare": ([], ["ckptd.host", "-m"]),
     "stock": ([], []),
     "tuned": (["--monitor-interval", "0.02"], []),
 }
@@ -86,7 +89,7 @@ def work(args: argparse.Namespace) -> None:
     ckpt = Checkpointer(
         net,
         optimizer,
-        daemon=args.daemon,
+        daemon=None if args.bare else args.daemon,
         run=RunOptions(job="recovery-host", name=args.worker.name),
         snapshots=SnapshotOptions(window=args.window),
         recovery=RecoveryOptions(in_process=connect if args.stays else None),
@@ -121,7 +124,9 @@ class Job:
         own = ["--worker", str(self._folder), "--daemon", endpoint]
         own += ["--state-mib", str(args.state_mib), "--window", str(args.window)]
         self._stays = variant == "stays"
-        own += ["--stays"] if self._stays else []
+        # Of a window, all but the last snapshot's iteration is replayed; the one that the kill cut off is new.
+        self._again = args.window if variant == "bare" else 0
+        own += [f"--{variant}"] if variant in ("stays", "bare") else []
         runtime = folder / "runtime"
         runtime.mkdir(mode=0o700, exist_ok=True)
         with self.output.open("wb") as output:
@@ -168,7 +173,8 @@ class Job:
 
     def kill(self, rank: int) -> dict[str, float]:
         """SIGKILL a rank; seconds per phase, of the rank that was last in it."""
-        newest = max(self.steps(each, 0.0)[-1]["step"] for each in range(NUM_RANKS))
+        # Without a checkpointer each life counts from 0.
+        newest = self._again or max(self.steps(each, 0.0)[-1]["step"] for each in range(NUM_RANKS))
         pid = self.events(rank, "attached")[-1]["pid"]
         killed_s = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -179,7 +185,7 @@ class Job:
         )
         started = [rank] if self._stays else ranks
         lives = [self.events(each, "attached", killed_s)[-1] for each in started]
-        if any(life["resumed_from"] is None for life in lives):
+        if not self._again and any(life["resumed_from"] is None for life in lives):
             raise RuntimeError("the run has started over")
         # A survivor may have done one more step before it noticed: only those of the new life count.
         fresh = max(
@@ -252,6 +258,7 @@ def main() -> None:
     options.add_argument("--worker", type=Path, help="used by the benchmark itself")
     options.add_argument("--daemon", help="used by the benchmark itself")
     options.add_argument("--stays", action="store_true", help="used by the benchmark itself")
+    options.add_argument("--bare", action="store_true", help="used by the benchmark itself")
     args = options.parse_args()
     if args.worker is not None:
         work(args)
@@ -264,11 +271,11 @@ def main() -> None:
     memory = (0.0, 0.0)
     # All runs stay in the daemon's memory: six snapshots of each rank, and as many in a new geometry.
     with own_daemon(4 * NUM_RANKS * 16 * (args.state_mib + 4)) as endpoint, scratch_folder() as scratch:
-        for variant in ("stock", "host", "stays", "tuned"):
+        for variant in ("stock", "host", "stays", "bare", "tuned"):
             print(f"-- {variant}", flush=True)
             job = Job(args, variant, Path(scratch), endpoint)
             try:
-                kills = args.rounds if variant in ("host", "stays") else args.torchrun_rounds
+                kills = args.torchrun_rounds if variant in ("stock", "tuned") else args.rounds
                 samples[variant] = measure(job, kills, random.Random(1))
                 if variant == "host":
                     memory = job.memory_mib()
@@ -284,6 +291,8 @@ def main() -> None:
         "recovery_host_max_s": max(totals["host"]),
         "recovery_stays_p50_s": median(totals["stays"]),
         "recovery_stays_p99_s": quantile(totals["stays"], 0.99),
+        "recovery_bare_p50_s": median(totals["bare"]),
+        "recovery_vs_bare": median(totals["host"]) / median(totals["bare"]),
         "recovery_stock_p50_s": median(totals["stock"]),
         "recovery_tuned_p50_s": median(totals["tuned"]),
         "recovery_vs_torchrun": median(totals["host"]) / median(totals["stock"]),
