@@ -80,27 +80,27 @@ class ProbeResult:
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside a wrapper that keeps it in ``.optimizer`` (Accelerate and others).
+    """The torch optimizer inside a wrapper that keeps it in ``.optimizer`` (Accelerate and others) or in
+    ``.optim`` (torch's ``PostLocalSGDOptimizer``).
 
     Raises:
         ValueError: there is none.
     """
     seen = 0
     while not _is_whole(optimizer):
-        if seen == 4 or not hasattr(optimizer, "optimizer"):
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
+        if seen == 4 or inner is None:
             raise ValueError(
-                f"{type(optimizer).__name__} is not a torch.optim.Optimizer and holds none in `.optimizer`; "
-                "pass the optimizer itself (or a list of them)"
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer and holds none in `.optimizer` or "
+                "`.optim`; pass the optimizer itself (or a list of them)"
             )
-        optimizer, seen = optimizer.optimizer, seen + 1
+        optimizer, seen = inner, seen + 1
     return optimizer
 
 
 def _is_whole(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
-    """False for a wrapper that is an ``Optimizer`` (Accelerate's), but was never initialized as one."""
-    return isinstance(optimizer, torch.optim.Optimizer) and (
-        "param_groups" in vars(optimizer) or not hasattr(optimizer, "optimizer")
-    )
+    """False for a wrapper that is an ``Optimizer``, but was never initialized as one."""
+    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def state_keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

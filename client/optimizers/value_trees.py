@@ -105,6 +105,11 @@ _IGNORED_MODULES = (
     "ckptd",
     "triton",
 )
+# But these count steps.
+_OF_THE_RUN = (
+    "torch.distributed.algorithms.model_averaging",
+    "torch.distributed.optim.post_localSGD_optimizer",
+)
 _DICTS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_DICTS, list, tuple, deque, set, frozenset)
 
@@ -516,8 +521,12 @@ def is_ignored(value: object) -> bool:
         return True
     if isinstance(value, Tensor | torch.Generator):
         return False
-    module = type(value).__module__ or ""
-    return any(module == m or module.startswith(m + ".") for m in _IGNORED_MODULES)
+    module = f"{type(value).__module__ or ''}."
+    return _is_in(module, _IGNORED_MODULES) and not _is_in(module, _OF_THE_RUN)
+
+
+def _is_in(module: str, packages: Sequence[str]) -> bool:
+    return any(module.startswith(f"{package}.") for package in packages)
 
 
 def _made_of_others(tensor: Tensor) -> bool:

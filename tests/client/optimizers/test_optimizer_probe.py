@@ -339,6 +339,17 @@ def test_wrappers_are_opened() -> None:
     assert unwrap_optimizer(Wrapper(Wrapper(inner))) is inner
 
 
+def test_an_optimizer_that_was_never_initialized_as_one_is_looked_into() -> None:
+    """torch's PostLocalSGDOptimizer is one by its class, and has no hooks."""
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+    class Uninitialized(torch.optim.SGD):
+        def __init__(self) -> None:
+            self.optim, self.param_groups = inner, inner.param_groups
+
+    assert unwrap_optimizer(Uninitialized()) is inner
+
+
 def test_what_is_no_optimizer_is_named() -> None:
     with pytest.raises(ValueError, match=r"Tensor is not a torch\.optim\.Optimizer"):
         unwrap_optimizer(Tensor())
