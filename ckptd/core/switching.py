@@ -621,6 +621,17 @@ def largest_found(key: str) -> Generator[Access, bytes | int, tuple[int, ...] | 
     return tuple(int(part) for part in found.split(b","))
 
 
+def forget_largest(key: str, numbers: int, ranks: Sequence[int]) -> Generator[Access, bytes | int, None]:
+    """Remove the keys of `propose_largest`; none of the ranks uses them any more.
+
+    Args:
+        numbers: how many each rank has proposed.
+    """
+    names = [*map(str, range(numbers)), *(f"rank{rank}" for rank in ranks), "count", "decided"]
+    for name in names:
+        yield Delete(f"{key}/{name}")
+
+
 def _proposed(number: int, held: bytes | int) -> Proposed:
     assert isinstance(held, bytes)
     proposal = unpack(_proposal_decoder, held)

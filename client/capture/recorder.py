@@ -562,6 +562,7 @@ class Recorder:
         if self._draws.found >= 0 and self.plan.shares:
             self.refuse(_replicas_differ(self._binding.kept.names[self._draws.found], step))
             return
+        provision.watch_replicas(step)
         if self._changes is not None and not self._in_step(self._changes, step):
             self._leave_out()
             return

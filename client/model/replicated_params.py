@@ -103,7 +103,7 @@ class ReplicatedParams:
 
     def replica_groups(self) -> tuple[ReplicaGroup, ...]:
         """By group, what daemons compare if each rank captures its own; as much as a descriptor can hold."""
-        groups = sorted(_by_group(self.replicas).items(), key=lambda item: item[0].ranks)
+        groups = sorted(self.by_group().items(), key=lambda item: item[0].ranks)
         known = [
             ReplicaGroup(g.ranks, tuple(names)) for g, names in groups if len(g.ranks) <= MAX_GROUP_RANKS
         ]
@@ -183,9 +183,13 @@ class ReplicatedParams:
     def _experts_of(self, operators: Sequence[Operator], among: Sequence[int]) -> dict[int, tuple[str, int]]:
         return {i: expert for i in among if (expert := operators[i].expert) is not None}
 
+    def by_group(self) -> dict[Replicas, list[str]]:
+        """The parameters of each group, in the same order on all its ranks."""
+        return _by_group(self.replicas)
+
     def checksums(self, binding: LiveState) -> dict[Replicas, str]:
         """A checksum of each group's parameters and their optimizer state, as they are now."""
-        return {g: checksum(binding, names) for g, names in _by_group(self.replicas).items()}
+        return {g: checksum(binding, names) for g, names in self.by_group().items()}
 
     def fingerprints(
         self,

@@ -25,6 +25,7 @@ from ckptd.core.switching import (
     Delete,
     Get,
     Has,
+    forget_largest,
     largest_found,
     propose_largest,
 )
@@ -64,9 +65,19 @@ class StoreAgreement:
         """The largest of each number over all ranks; None until all have proposed theirs."""
         return self._found.get(what)
 
+    def forget(self, what: str, numbers: int, ranks: Sequence[int]) -> None:
+        """Remove what these ranks have proposed; does not block. None of them asks for it any more."""
+        start_quiet(self._forget, what, numbers, tuple(ranks), name="ckptd-forget")
+
     def close(self) -> None:
         """Stop waiting for other ranks."""
         self._closed.set()
+
+    def _forget(self, what: str, numbers: int, ranks: tuple[int, ...]) -> None:
+        try:
+            play(own_connection(self._store), self._prefix, forget_largest(what, numbers, ranks))
+        except Exception as error:  # noqa: BLE001 - the store ends with the job
+            logger.debug("%s stays in the store: %s", what, error)
 
     def _run(self, what: str, mine: tuple[int, ...], among: int) -> None:
         try:

@@ -531,6 +531,8 @@ class Planner:
             orders: other schedules that its slots must be large enough for.
         """
         found = plan_together(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
+        if found.shares and not self.sharing.replicas:
+            found.capture_all(self._binding)
         if self._context.memory.persists:
             found.make_room_for_uploads(self._context.memory.session.available_bytes)
         return found

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.replicated_params import ReplicatedParams
+from ckptd.client.model.replicated_params import NOTHING_SHARED, ReplicatedParams
 from ckptd.client.options import MAX_WINDOW
 from ckptd.client.schedule.initial_schedule import FirstPlan
 from ckptd.client.schedule.measurements import ReorderPace, StepTiming
 from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import Planner, RankContext, note_prepared
+from ckptd.client.schedule.replica_watch import ReplicaWatch
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.interval_control import IntervalControl
@@ -210,6 +211,7 @@ class Provision:
         self._planner = Planner(context, pace, scalars_sample)
         self._slots = NewSlots(context, pace, in_use=lambda: self.plan, use=self._use)
         self._first = FirstPlan(context.binding, context.memory, self._planner, self._slots.failed)
+        self._watch = ReplicaWatch(context.binding, context.memory)
         # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
         self.changes = None if context.alone else ScheduleChanges(self, context, pace)
         on_device = not context.engine.host_waits
@@ -241,8 +243,8 @@ class Provision:
         """
         self.plan = plan
         plan.with_gradients = self._options.to_peers == "gradients"
-        if plan.shares:
-            self._planner.sharing = sharing
+        # Where each rank has captured its own, values differ that are alike when a script begins.
+        self._planner.sharing = sharing if plan.shares else NOTHING_SHARED
 
     def note(self, reading: SnapshotReading) -> None:
         """Add what the step that ended cost."""
@@ -254,8 +256,21 @@ class Provision:
     def close(self) -> None:
         """Stop waiting for other ranks."""
         self._first.close()
+        self._watch.close()
         if self.changes is not None:
             self.changes.close()
+
+    def watch_replicas(self, step: int) -> None:
+        """See whether ranks still hold the same values of what one of them captures; call it at each clean
+        boundary. If they train apart, this rank captures all of its own as soon as there is memory for it.
+        """
+        if self.plan is None or not self.plan.shares or not self._planner.sharing.replicas:
+            return
+        if apart := self._watch.look(step, self._planner.sharing):
+            logger.warning("%s", apart)
+            self._memory.session.notice("warning", "not_shared", apart)
+            self._planner.sharing = NOTHING_SHARED
+            self._uncaptured = "parameters that differ between ranks"
 
     # -- the first plan --------------------------------------------------------------------------
 
