@@ -299,7 +299,7 @@ class Found(Struct, frozen=True, tag=True):
 
     id: int
     checkpoints: list[CommittedCheckpoint]
-    epoch: int = -1  # the highest that the store shows, also of checkpoints that cannot be restored
+    epoch: int = -1  # the highest that the store shows, also of what cannot be restored
 
 
 class WholeWorld(Struct, frozen=True):

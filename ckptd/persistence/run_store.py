@@ -295,7 +295,8 @@ class RunStore:
             text = f"nothing stored of {self.at.title} can be used: {'; '.join(unusable)}"
             self.at.report("error", "storage_unusable", text)
             raise NothingUsable("", text)
-        return offered, max(catalog.epochs, default=-1)
+        # The next history is above all of these, so whatever they have left can be told from its own.
+        return offered, catalog.highest_epoch
 
     def _last_resort(self, catalog: Catalog) -> tuple[StoredCheckpoint, ...]:
         found = catalog.last_resort[:1]

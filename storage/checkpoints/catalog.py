@@ -129,6 +129,12 @@ class Catalog:
         left = {c.id for c in complete if any(e > c.id.epoch and s < c.id.end for e, s in begun.items())}
         return tuple([c for c in complete if c.id not in left])
 
+    @property
+    def highest_epoch(self) -> int:
+        """Of all checkpoints and objects, also of a history that ended before it had a checkpoint; -1: none."""
+        of_objects = (found.name.epoch for listed in self.objects.values() for found in listed)
+        return max((*self.epochs, *of_objects), default=-1)
+
     def last_of(self, rank: int) -> StoredCheckpoint | None:
         """The newest checkpoint that is not stale and has this rank's manifest, committed or not."""
         for checkpoint in self.checkpoints:

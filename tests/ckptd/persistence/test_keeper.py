@@ -118,10 +118,13 @@ class Desk:
         self.hear_until(lambda: self.settled)
         return self.settled.pop()
 
-    def find(self, *ranks: int) -> list[w.CommittedCheckpoint]:
+    def look(self, *ranks: int) -> w.Found:
         found = self.ask(w.FindStored, "job", "run", list(ranks))
         assert isinstance(found, w.Found), found
-        return found.checkpoints
+        return found
+
+    def find(self, *ranks: int) -> list[w.CommittedCheckpoint]:
+        return self.look(*ranks).checkpoints
 
 
 @pytest.fixture
@@ -148,6 +151,20 @@ def checkpoint(desk: Desk, segment: Segment, end: int, **content: Any) -> list[w
         assert isinstance(desk.put(segment, snapshot.iteration % 6, snapshot), w.StoredSlot)
     assert isinstance(desk.commit(segment, *snapshots), w.Answer)
     return snapshots
+
+
+def test_objects_of_a_history_without_a_checkpoint_show_its_epoch(desk: Desk, segment: Segment) -> None:
+    """All memory was lost before the first checkpoint. A history that began anew below that epoch left the
+    objects in storage for ever: they might have been those of a later one.
+    """
+    desk.open()
+    assert desk.look(0).epoch == -1
+    lost = fill(segment, 1, 1, epoch=7)
+    assert isinstance(desk.put(segment, 1, lost), w.StoredSlot)
+    assert desk.look(0).epoch == 7
+    assert desk.find(0) == []
+    checkpoint(desk, segment, 4)
+    assert desk.look(0).epoch == 7
 
 
 def test_what_is_stored_is_found_and_read_back_bit_for_bit(
