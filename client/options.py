@@ -409,8 +409,8 @@ class RecoveryOptions:
 
     resume_at: int | None = None
     """Go back to this iteration, after a loss spike for example; ``saved_iterations`` lists the choices.
-    Newer iterations are abandoned. It counts for one start: when torchrun restarts the workers by
-    itself, it is ignored. None: the newest."""
+    Newer iterations are abandoned. It counts for one start: the next ones that are told the same go on
+    from the newest state. The same on all ranks. None: the newest."""
 
     on_mismatch: Literal["raise", "warn"] = "raise"
     """The reaction to a replayed step that does not reproduce the recording."""

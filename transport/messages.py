@@ -102,6 +102,7 @@ class RunRecord(Struct, frozen=True, tag=True):
             rank.
         forgotten: this epoch and all earlier ones were forgotten by command.
         lost: the file was damaged, so the members are unknown.
+        chosen: of the `Join` of ``epoch``.
     """
 
     job: Name
@@ -114,6 +115,7 @@ class RunRecord(Struct, frozen=True, tag=True):
     recoverable: bool = False
     forgotten: KnownEpoch = -1
     lost: bool = False
+    chosen: Iteration = -1
 
     @property
     def cards(self) -> tuple[NodeCard, ...]:
@@ -494,6 +496,7 @@ class Join(Struct, frozen=True, tag=True):
         replicas: the number of copies that the trainer asks for; -1: the daemon's configuration decides.
         follows: the highest epoch known to any member before (-1: unknown). A node whose last epoch was
             another one does not know what was agreed on since.
+        chosen: the iteration to which this start was told to go back, whether or not it did so (-1: none).
     """
 
     epoch: Epoch
@@ -501,6 +504,7 @@ class Join(Struct, frozen=True, tag=True):
     members: Annotated[tuple[Member, ...], Meta(max_length=1 << 20)]
     replicas: Annotated[int, Meta(ge=-1, le=64)] = -1
     follows: KnownEpoch = -1
+    chosen: Iteration = -1
 
 
 class FetchSource(Struct, frozen=True, tag=True):

@@ -115,6 +115,7 @@ class RunRecords:
             epochs=_with_epoch(before.epochs, message.epoch, message.epoch_start, message.follows),
             recoverable=recoverable,
             lost=False,
+            chosen=message.chosen,
         )
         self._write(fresh)
 

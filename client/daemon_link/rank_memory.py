@@ -65,6 +65,7 @@ class RankMemory:
         replica_groups: what this rank's snapshots have in common with those of other ranks.
         brought_facts: with whom this rank communicates, if an earlier trainer recorded that on another
             node.
+        chosen: the iteration to which this start is told to go back; the next one learns of it. -1: none.
     Raises:
         AttachRefused: the daemon refuses, or another process owns the rank.
         DaemonUnavailable: no daemon answers.
@@ -88,6 +89,7 @@ class RankMemory:
         self.failures: tuple[ReplayFailure, ...] = ()
         self.replica_groups: tuple[ReplicaGroup, ...] = ()
         self.brought_facts: LogFacts | None = None
+        self.chosen = -1
         self._stats, self.phases = stats or Stats(), phases or PhaseClock()
         self._needed_bytes = needed.size_bytes
         begun = time.perf_counter()
@@ -313,7 +315,7 @@ class RankMemory:
         """
         if members:
             replicas = -1 if self._replicas is None else self._replicas
-            self.session.join(Join(epoch, start, members, replicas, follows))
+            self.session.join(Join(epoch, start, members, replicas, follows, self.chosen))
         self.epoch, self.epoch_start = epoch, start
         self._stats.epoch = epoch
         self.table.epoch, self.table.epoch_start = epoch, start

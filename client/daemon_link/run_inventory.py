@@ -46,6 +46,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
         lost: it took part, and its record was damaged.
         holds: it holds something of the run, or knows of it, until the run is forgotten.
         epochs: the newest ones that it knows, where each began, and which one it follows (-1: unknown).
+        chosen: the iteration to which the start of ``epoch`` was told to go back; -1: none.
     """
 
     node: str
@@ -55,6 +56,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     lost: bool = False
     holds: bool = False
     epochs: tuple[tuple[int, int, int], ...] = ()
+    chosen: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,14 @@ class RunView:
         more = (*self.parked, *self.logs, *(self.held if self.failures else ()))
         records = (record for held in more for record in held.records)
         return epoch_table(records, least_starts(self.begun, reported_epochs(self.failures)))
+
+    def still_wanted(self, at: int | None) -> int | None:
+        """The iteration to go back to, unless the last start was told the same: then it is done.
+
+        A launcher starts the same command again after a failure, and few of them say so.
+        """
+        known = [(record.epoch, record.chosen) for record in self.records if record.epoch not in self.others]
+        return None if at is None or max(known, default=(-1, -1))[1] == at else at
 
     @property
     def homes(self) -> dict[int, str]:
@@ -280,7 +290,14 @@ def _record_of(held: Holdings) -> NodeRecord:
     known = record.lost or record.newest_epoch > record.forgotten
     epochs = record.epochs[-_EPOCHS_SENT:]
     return NodeRecord(
-        held.node, record.epoch, ranks, record.recoverable, record.lost, known or anything, epochs
+        held.node,
+        record.epoch,
+        ranks,
+        record.recoverable,
+        record.lost,
+        known or anything,
+        epochs,
+        record.chosen,
     )
 
 

@@ -176,7 +176,8 @@ def recover_global(
     A collective call: it returns on all ranks, or raises on all.
 
     Args:
-        at: go back to this iteration, from memory or storage, and give up what is newer.
+        at: go back to this iteration, from memory or storage, and give up what is newer, unless the last
+            start was told the same; the same on all ranks.
         verify_iterations: how many iterations more than necessary may be replayed, to compare what
             is loaded; the same on all ranks.
         seen: an inventory that is as good as a new one, on all ranks or on none.
@@ -219,7 +220,7 @@ def recover_global(
     # All ranks have the same boundaries if they have snapshots of the same iterations.
     iterations = {tuple(piece.record.iteration for piece in of) for of in plan.per_rank.values()}
     replayed = Replayed(snapshots_used(pieces), everybody=len(iterations) == 1)
-    new_from = plan.end if at is not None else max(plan.end, view.newest)
+    new_from = plan.end if procedure.at is not None else max(plan.end, view.newest)
     return Recovered(images, reason, replayed, plan.unverified, plan.dense, new_from, aside)
 
 
@@ -228,6 +229,7 @@ class _GlobalStart:
 
     Attributes:
         tried: plans whose snapshots were requested.
+        at: the iteration to go back to; None: the newest.
         apart: snapshots outside the plan's chain that were retrieved with it.
         retrieved: by the last of them, after those.
     """
@@ -245,7 +247,8 @@ class _GlobalStart:
         whole: bool,
         apart: bool,
     ) -> None:
-        self._memory, self._ranks, self._at, self._seen = memory, ranks, at, seen
+        self._memory, self._ranks, self._wish, self._seen = memory, ranks, at, seen
+        self.at = at
         self._whole, self._apart = whole, apart
         self.apart: Sequence[SnapshotToLoad] = ()
         self._verify_iterations = verify_iterations
@@ -268,13 +271,14 @@ class _GlobalStart:
         """
         memory, wanted = self._memory, self._verify_iterations
         verified = wanted if self.tried < _VERIFIED_PLANS else 0
+        self.at = view.still_wanted(self._wish)
         with memory.planning(RecoveryPhase.PLAN):
             plan = plan_recovery(
                 view.usable,
                 memory.identity.world_size,
                 homes=view.homes,
                 epochs=view.epochs,
-                at=self._at,
+                at=self.at,
                 verify_iterations=verified,
             )
         if isinstance(plan, NoRecovery):
@@ -292,7 +296,7 @@ class _GlobalStart:
                     raise
                 logger.warning("a new history begins, with the state that is live: %s", error)
             return plan
-        if self._at is None and plan.end < view.durable and self._may_ask_storage:
+        if self.at is None and plan.end < view.durable and self._may_ask_storage:
             # Replicas that lag must not bury it. If storage does not answer, memory counts.
             self._storage = True
             raise TryAgain
@@ -312,8 +316,8 @@ class _GlobalStart:
 
     def _check_new_run(self, plan: NoRecovery, view: RunView) -> None:
         """Raise if the run must not begin anew."""
-        if self._at is not None:
-            raise ValueError(f"resume_at={self._at}: {plan.reason}. Nothing was changed")
+        if self.at is not None:
+            raise ValueError(f"resume_at={self.at}: {plan.reason}. Nothing was changed")
         _refuse_what_is_quarantined(self._memory, plan, view)
         _refuse_to_forget(self._memory, plan, view, self._recoverable_before)
 
@@ -323,7 +327,7 @@ class _GlobalStart:
         self.tried += 1
         rank = self._memory.identity.rank
         pieces, self.apart = plan.per_rank[rank], ()
-        if self._apart and self._at is None:
+        if self._apart and self.at is None:
             self.apart = newer_anchors(view.usable, plan, rank, homes=view.homes, epochs=view.epochs)
         try:
             self.retrieved = self._memory.retrieval.retrieve(

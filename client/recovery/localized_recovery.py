@@ -85,6 +85,7 @@ def begin_localized(
     ranks: Collectives,
     same_operators: tuple[int, ...],
     *,
+    at: int | None = None,
     verify_iterations: int = 0,
 ) -> LocalizedStart | RunView | None:
     """The localized recovery of this run. A collective call.
@@ -94,13 +95,14 @@ def begin_localized(
         has changed since.
     Args:
         same_operators: ranks whose operators all equal those of this rank, in their values too.
+        at: the iteration to go back to, as of `recover_global`: then all recover together.
         verify_iterations: how many iterations more than necessary may be replayed to compare what
             is loaded, the same on all ranks: here one at most.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    procedure = _LocalizedProcedure(memory, ranks, same_operators, verify_iterations)
+    procedure = _LocalizedProcedure(memory, ranks, same_operators, verify_iterations, at)
     agreed = agree_on_plan(ranks, procedure)
     seen = None
     if agreed is None:
@@ -157,10 +159,15 @@ class _LocalizedProcedure:
     _feeds: FedLogs
 
     def __init__(
-        self, memory: RankMemory, ranks: Collectives, same_operators: tuple[int, ...], verify_iterations: int
+        self,
+        memory: RankMemory,
+        ranks: Collectives,
+        same_operators: tuple[int, ...],
+        verify_iterations: int,
+        at: int | None = None,
     ) -> None:
         self._memory, self._ranks, self._same_operators = memory, ranks, same_operators
-        self._verify_iterations = verify_iterations
+        self._at, self._verify_iterations = at, verify_iterations
         self._unusable: tuple[SnapshotCopy, ...] = ()  # parked states that this rank could not have
         self._out_of_reach = set[SnapshotCopy]()  # tried once: a node may have been slow
         self._tried: list[LocalizedPlan] = []
@@ -194,7 +201,7 @@ class _LocalizedProcedure:
 
     def plan(self, view: RunView) -> LocalizedPlan | NotLocalized:
         """Which rank keeps its parked state, which copies one, which replays."""
-        if not view.parked:
+        if not view.parked or view.still_wanted(self._at) is not None:  # what is parked is newer
             return NotLocalized("")
         if any(hint & HINT_APART_AGAIN for hint in view.hints):
             return NotLocalized("two localized recoveries in a row have not come to their end")

@@ -130,7 +130,7 @@ class Recovery:
         audit: Path | None = None,
         partial: PartialOptions | None = None,
     ) -> None:
-        self._at, self._audit = _wanted_iteration(options.resume_at), audit
+        self._audit = audit
         self._subject, self._engine, self._tape, self._options = subject, engine, tape, options
         self._partial = partial
         self.freezing, self.freezing_reason = subject.freezing
@@ -148,15 +148,19 @@ class Recovery:
         """
         subject, options = self._subject, self._options
 
-        def settled() -> int:
+        def settled() -> tuple[int, int, bool]:
             memory.settle_filled(_SEAL_WAIT_S)
+            wish = -1 if options.resume_at is None else options.resume_at
             # Nothing leads from one partial snapshot to the next.
-            return 0 if _lossy(memory) else options.verify_iterations
+            return 0 if _lossy(memory) else options.verify_iterations, wish, _restarted()
 
-        verify_iterations = min(ranks.agree(settled, int))
-        begun = None
-        if self._at is None:  # what is parked is newer than what was asked for
-            begun = self._begin_localized(memory, ranks, verify_iterations)
+        told = ranks.agree(settled, tuple[int, int, bool])
+        verify_iterations = min(verified for verified, _, _ in told)
+        at = _wanted_iteration([wish for _, wish, _ in told])
+        memory.chosen = -1 if at is None else at
+        if any(restarted for _, _, restarted in told):
+            at = None
+        begun = self._begin_localized(memory, ranks, at, verify_iterations)
         localized = begun if isinstance(begun, LocalizedStart) else None
         if localized is not None:
             found = recovered_locally(localized)
@@ -165,7 +169,7 @@ class Recovery:
             recovered = recover_global(
                 memory,
                 ranks,
-                self._at,
+                at,
                 verify_iterations=verify_iterations,
                 seen=seen,
                 whole=whole,
@@ -177,6 +181,12 @@ class Recovery:
                 memory.forget_everything()
                 return None
             found = recovered
+        if memory.chosen not in (-1, found.images[-1].iteration):
+            logger.warning(
+                "resume_at=%d was for an earlier start; this one goes on from the newest state. To go back "
+                "there once more, start once without it",
+                memory.chosen,
+            )
         with contextlib.ExitStack() as undo:
             if localized is not None:
                 undo.callback(localized.close)
@@ -252,7 +262,7 @@ class Recovery:
         return plan, changed
 
     def _begin_localized(
-        self, memory: RankMemory, ranks: Collectives, verify_iterations: int
+        self, memory: RankMemory, ranks: Collectives, at: int | None, verify_iterations: int
     ) -> LocalizedStart | RunView | None:
         subject = self._subject
         if subject.identity.world_size == 1:
@@ -260,7 +270,7 @@ class Recovery:
         same = subject.sharing.ranks_with_same_operators(subject.operators, subject.identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
             same = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_localized(memory, ranks, same, verify_iterations=verify_iterations)
+        return begin_localized(memory, ranks, same, at=at, verify_iterations=verify_iterations)
 
     def _heed(self, hints: Sequence[int]) -> None:
         """Freeze like the most careful rank: what it computes from all gradients includes the others'."""
@@ -363,12 +373,25 @@ def _changed_since(memory: RankMemory) -> str:
     return "; ".join(changed)
 
 
-def _wanted_iteration(resume_at: int | None) -> int | None:
-    """The iteration to which this start goes back; None: the newest."""
-    if resume_at is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return resume_at
-    logger.warning("resume_at=%d was for the first start; this one goes on from the newest state", resume_at)
-    return None
+def _restarted() -> bool:
+    """Whether the launcher says that it starts the same again. Of several agents of torchrun each counts its
+    own restarts, and a change of the nodes is none.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _wanted_iteration(wishes: Sequence[int]) -> int | None:
+    """The iteration to which all ranks are told to go back, -1 being none.
+
+    Raises:
+        ValueError: they are told different ones.
+    """
+    if len({*wishes}) > 1:
+        shown = {rank: None if wish < 0 else wish for rank, wish in enumerate(wishes)}
+        raise ValueError(
+            f"resume_at= must be the same on all ranks, and is, by rank, {shown}; nothing was changed"
+        )
+    return None if wishes[0] < 0 else wishes[0]
 
 
 class ReplayPart:

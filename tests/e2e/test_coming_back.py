@@ -108,6 +108,21 @@ def test_a_restart_by_torchrun_does_not_go_back_again(daemon: DaemonProcess, scr
     assert again.about("resuming at iteration 12")
 
 
+def test_the_same_command_started_again_does_not_go_back_again(daemon: DaemonProcess, script: Path) -> None:
+    """torchrun does not count a restart because of another node, and a shell, Slurm or Kubernetes count none."""
+    first = start(script, daemon)
+    assert first.code == 0, first.printed
+    older = saved_iterations("back", "r", daemon=daemon.endpoint)[1].iteration
+    script.write_text(resuming_at(older).replace("steps(12)", "steps(16)"))
+    cut_off = start(script, daemon, variables={"KILL_AT": "14"})
+    assert cut_off.about(f"resuming at iteration {older}"), cut_off.printed
+    again = start(script, daemon)
+    assert again.code == 0, again.printed
+    assert again.about(f"resume_at={older} was for an earlier start"), again.printed
+    (line,) = again.about("resuming at iteration")
+    assert int(line.partition("resuming at iteration ")[2].partition(",")[0]) >= 13, line
+
+
 def test_training_goes_on_unprotected_where_the_user_says_so(daemon: DaemonProcess, script: Path) -> None:
     """A refused attach ended the training; now that is the user's choice, said loudly and in a counter."""
     assert start(script, daemon).code == 0

@@ -86,6 +86,15 @@ def test_a_run_that_began_anew_was_never_recoverable(node: Node) -> None:
     assert not node.of().recoverable
 
 
+def test_what_a_start_was_told_to_go_back_to_is_known_until_the_next_one(node: Node) -> None:
+    node.join(Join(4, 7, FIRST.members, chosen=7))
+    node.records.note_recoverable("job", "run")
+    node.restart()
+    assert node.of().chosen == 7
+    node.join(NEXT)
+    assert node.of().chosen == -1
+
+
 def test_epochs_of_which_peers_tell_are_kept_with_the_smaller_start(node: Node) -> None:
     for start in (7, 5, 6):
         node.records.note_epoch("job", "run", 9, start)

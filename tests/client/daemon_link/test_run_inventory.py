@@ -199,6 +199,22 @@ def test_an_epoch_of_which_nothing_was_recorded_does_not_end_a_history_that_goes
     assert found.next_epoch(live) >> 12 == 3
 
 
+def test_only_the_last_start_of_the_history_that_counts_has_gone_back() -> None:
+    base, live, drawn = 1 << 12, (2 << 12) + 5, (2 << 12) + 9
+    ab = RunRecord("job", "run", live, 3, epochs=((base, -1, -1), (live, 3, base)), chosen=3)
+    c = RunRecord("job", "run", drawn, 9, epochs=((base, -1, -1), (drawn, 9, base)), chosen=9)
+    old = RunRecord("job", "run", base, -1, epochs=((base, -1, -1),), chosen=1)
+    here = (held_by("a", base, 2, 3), held_by("a", live, 4, 5))
+    found = view(
+        Asks(NodeCard("a"), RunSeen((Holdings("a", here, live, record=ab),), ())),
+        Asks(NodeCard("b"), RunSeen((Holdings("b", (), base, record=old),), ())),
+        Asks(NodeCard("c"), RunSeen((Holdings("c", (), drawn, record=c),), ())),
+    )
+    assert found.others == {drawn}
+    assert [found.still_wanted(at) for at in (1, 9, 3, None)] == [1, 9, None, None]
+    assert view(Asks(NodeCard("n"), seen("n"))).still_wanted(3) == 3, "nobody knows of an earlier start"
+
+
 def test_what_an_epoch_left_behind_does_not_come_back_with_the_loss_of_that_epoch() -> None:
     """Epoch 2 began at iteration 5, and all nodes that hold its snapshots are away; a record tells
     of it. Node a has iterations 6 and 7 of epoch 1. Had epoch 3 gone on from 7, a node that came

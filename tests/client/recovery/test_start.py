@@ -98,9 +98,10 @@ def find(
     memories: list[RankMemory],
     engine: CopyEngine,
     *,
-    widths: tuple[int, int],
+    widths: tuple[int, int] = (4, 4),
+    at: tuple[int | None, int | None] = (None, None),
 ) -> list[Resumption | Exception | None]:
-    """What ranks with models of these widths find, or raise."""
+    """What ranks with models of these widths find, or raise, if they are told to go back to an iteration."""
 
     def work(rank: int, ranks: Collectives) -> Resumption | None:
         subject = TrainingState(
@@ -111,9 +112,8 @@ def find(
             [],
             NOTHING_SHARED,
         )
-        return Recovery(subject, engine, Tape(), RecoveryOptions(verify_iterations=0)).find(
-            memories[rank], ranks
-        )
+        options = RecoveryOptions(verify_iterations=0, resume_at=at[rank])
+        return Recovery(subject, engine, Tape(), options).find(memories[rank], ranks)
 
     return outcomes([lambda e, r=r: work(r, e) for r in range(2)])  # type: ignore[misc]
 
@@ -195,6 +195,51 @@ def test_who_goes_back_by_choice_gives_up_what_was_done_since(endpoint: str, run
         for found in outcomes([partial(recover_global, memory, at=4) for memory in memories]):
             assert isinstance(found, Recovered), found
             assert found.new_from == 4
+
+
+def ends(found: list[Resumption | Exception | None]) -> list[int]:
+    """The iterations at which ranks resume."""
+    assert all(isinstance(one, Resumption) for one in found), found
+    return [one.replay.end for one in found if isinstance(one, Resumption)]
+
+
+def test_a_start_that_is_told_the_same_as_the_last_one_does_not_go_back_again(
+    endpoint: str, run: str, engine: CopyEngine
+) -> None:
+    """torchrun counts no restart where another node has come, and most launchers count none: the job went back
+    at each failure, and gave up what it had done since.
+    """
+    with two_ranks(endpoint, run) as memories:
+        assert ends(find(memories, engine, at=(4, 4))) == [4, 4]
+        for memory in memories:
+            record(memory, 5)
+            record(memory, 6)
+    for told, end in ((4, 6), (4, 6), (5, 5), (None, 5), (5, 5)):
+        with two_ranks(endpoint, run) as memories:
+            assert ends(find(memories, engine, at=(told, told))) == [end, end], told
+
+
+def test_the_restart_that_one_launcher_knows_of_is_one_for_all_ranks(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each agent of torchrun counts its own: one rank went back, and the other did not."""
+    with two_ranks(endpoint, run) as memories:
+        assert ends(find(memories, engine)) == [4, 4]
+        for memory in memories:
+            record(memory, 5)
+    monkeypatch.setattr(start, "_restarted", iter((False, True)).__next__)
+    with two_ranks(endpoint, run) as memories:
+        assert ends(find(memories, engine, at=(4, 4))) == [5, 5]
+
+
+def test_ranks_that_are_told_to_go_back_to_different_iterations_are_refused(
+    endpoint: str, run: str, engine: CopyEngine
+) -> None:
+    with two_ranks(endpoint, run) as memories:
+        for found in find(memories, engine, at=(3, None)):
+            assert isinstance(found, ValueError), found
+            assert "resume_at= must be the same on all ranks, and is, by rank, {0: 3, 1: None}" in str(found)
+        assert ends(find(memories, engine)) == [4, 4], "nothing was changed"
 
 
 def test_what_one_rank_has_learnt_about_freezing_all_heed(
