@@ -20,7 +20,7 @@ Source: MoC-System (ASPLOS '25), section 5.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -131,12 +131,32 @@ def choose_durable(
         oldest.append(end.phase)
     for number in range(turns_of(turns.experts, turns.of, window), len(oldest)):
         fresh = set(oldest[:number])
+        if _looks_plain(copies, now, fresh):
+            # With the newest snapshot's experts in place of others, unless those have waited before.
+            waits = oldest[number - 1]
+            if copies[waits] < last[-1].iteration - (end.iteration - now[0].iteration):
+                continue
+            fresh = {*oldest[: number - 1], end.phase}
         ages = [end.iteration - (newer[p] if p in fresh else copies[p]) for p in copies]
         if turns.limit is None or (turns.lost_iterations + sum(ages) / window <= turns.limit * end.iteration):
             stored = {newer[p] for p in fresh} | {end.iteration}
             kept = [copies[p] for p in copies if p not in fresh]
             return DurableChoice(tuple(sorted(kept)), tuple(sorted(stored)), end.phase not in fresh)
     return None
+
+
+def _looks_plain(copies: Mapping[int, int], now: Sequence[Listed], fresh: Container[int]) -> bool:
+    """Whether the images of a checkpoint that stores these phases could be taken for consecutive snapshots
+    (`have_gaps`), although the newest one is bare, and the experts of its phase are those of the snapshot
+    before the window.
+
+    A rank that has the same iterations in memory would take these experts from there, and others would not.
+    """
+    *others, end = now
+    if end.phase in fresh or any(copies[p] != i and p not in fresh for i, p in others):
+        return False
+    longest = max((b.iteration - a.iteration for a, b in pairwise(now)), default=0)
+    return now[0].iteration - copies[end.phase] <= longest
 
 
 def _copies(listed: Sequence[Listed], window: int) -> dict[int, int] | None:

@@ -51,6 +51,21 @@ def test_the_newest_snapshot_is_stored_with_its_experts_if_their_turn_comes_with
     assert found == DurableChoice(kept=(8, 18, 23), stored=(22, 25), bare=True)
 
 
+def test_what_a_checkpoint_lists_cannot_be_taken_for_consecutive_snapshots() -> None:
+    """With 8 as it was stored, and 9, 10, 11, and 12 without experts, a rank that had these iterations in memory
+    took the experts of 12 from there, and another one those of 8: replicas had different values from then on.
+    """
+    three = DurableTurns(3, 4, None)
+    found = choose_durable(window_to(8), window_to(12), 4, three)
+    assert found == DurableChoice(kept=(7,), stored=(9, 10, 12), bare=False)
+    again = choose_durable(
+        [Listed(7, 3), Listed(9, 1), Listed(10, 2), Listed(12, 0)], window_to(13), 4, three
+    )
+    assert again is None, "one phase has waited once, and so few are left that all are stored"
+    later = choose_durable(window_to(8), window_to(13), 4, three)
+    assert later == DurableChoice(kept=(5,), stored=(10, 11, 12, 13), bare=True), "5 and 10 are apart"
+
+
 @pytest.mark.parametrize(
     ("images", "gaps"),
     [
@@ -140,6 +155,9 @@ def test_every_expert_gets_its_turn_and_every_checkpoint_has_all(
             # Each image is of one iteration; a recovery takes the newest that has an expert.
             assert len({each.iteration for each in last}) == len(last) <= window + 1
             assert set(choice.kept) == {content[p] for p in content if p not in fresh}
+            # Who has the same snapshots in memory must see that these have older experts.
+            numbered = [(each.iteration, each.iteration // every) for each in last]
+            assert have_gaps(numbered) or content == in_memory
         for phase, iteration in content.items():
             if iteration >= end - step * every and iteration > end - window * every:
                 stored_at[phase] = count

@@ -309,7 +309,7 @@ def test_a_history_that_was_abandoned_is_not_referred_to(rank: Rank, folder: Pat
     rank.desk.open(epoch=3, start=8)
     rank.checkpoint(9, epoch=3)
     found = [(each.iteration, each.epoch) for each in manifest_at(folder, 9).snapshots]
-    assert found == [(7, 2), (8, 3), (9, 3)]
+    assert found == [(6, 2), (9, 3)]
 
 
 def test_what_a_manifest_refers_to_is_never_deleted_and_nothing_else_stays(rank: Rank, folder: Path) -> None:
