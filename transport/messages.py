@@ -103,6 +103,7 @@ class RunRecord(Struct, frozen=True, tag=True):
         forgotten: this epoch and all earlier ones were forgotten by command.
         lost: the file was damaged, so the members are unknown.
         chosen: of the `Join` of ``epoch``.
+        durable: the newest checkpoint of this history that all ranks have in storage, as far as it was seen.
     """
 
     job: Name
@@ -116,6 +117,7 @@ class RunRecord(Struct, frozen=True, tag=True):
     forgotten: KnownEpoch = -1
     lost: bool = False
     chosen: Iteration = -1
+    durable: Iteration = -1
 
     @property
     def cards(self) -> tuple[NodeCard, ...]:

@@ -114,6 +114,7 @@ class Peering:
             vouch=digests.want,
             static=self._static,
             note_epoch=self._note_epoch,
+            durable_of=self._durable_of,
         )
         self.audit = ReplicaAudit(
             node.node_id,
@@ -167,8 +168,12 @@ class Peering:
     def holdings(self, job: str, run: str) -> Holdings:
         """Everything sealed that this node holds of a run."""
         record, failures = self.records.of(job, run), self.quarantine.failures(job, run)
-        durable = -1 if self._stored is None else self._stored.durable_of(job, run)
+        # An earlier daemon may have seen it.
+        durable = max(self._durable_of(job, run), -1 if record is None else record.durable)
         return local_holdings(self._store, self.replicas, job, run, record, failures, durable)
+
+    def _durable_of(self, job: str, run: str) -> int:
+        return -1 if self._stored is None else self._stored.durable_of(job, run)
 
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
         """Answer with what is held of a run: here, on its present and former nodes, and in storage."""

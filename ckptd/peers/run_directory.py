@@ -34,6 +34,8 @@ class RunDirectory:
     Args:
         static: configured nodes; they take part in every run, without ranks.
         note_epoch: called with job, run, epoch and start of each epoch that this node learns of.
+        durable_of: the newest checkpoint of a run that all ranks have in storage, as far as it was seen here;
+            -1: none.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class RunDirectory:
         vouch: Vouch,
         static: Sequence[NodeCard],
         note_epoch: Callable[[str, str, int, int], None],
+        durable_of: Callable[[str, str], int],
     ) -> None:
         self._node, self._records, self._neighbours = node, records, neighbours
         self._vouch, self._static, self._note_epoch = vouch, static, note_epoch
+        self._durable_of = durable_of
         self.by_name: dict[tuple[str, str], Run] = {}
         self._known_epochs: dict[tuple[str, str], dict[str, int]] = {}  # by run and node: the epoch it knows
 
@@ -185,7 +189,8 @@ class RunDirectory:
 
     def _tick_run(self, run: Run, now_s: float) -> None:
         run.tick()
-        self._record_progress(run)
+        # Not where a rank joins: what its run had in storage before is of another history then.
+        self._record_progress(run, self._durable_of(run.job, run.run))
         self._tell_members(run)
         if now_s - run.joined_at_s > _RUN_IDLE_S and not self._node.store.of_run(run.job, run.run):
             # Its segments have expired. The host decides about replicas of other ranks.
@@ -207,13 +212,14 @@ class RunDirectory:
         for run in self.by_name.values():
             run.close()
 
-    def _record_progress(self, run: Run) -> None:
+    def _record_progress(self, run: Run, durable: int = -1) -> None:
         """Write down what the next daemon must know of a run."""
         try:
             if run.recoverable:
                 self._records.note_recoverable(run.job, run.run)
             if run.has_own_floor:
                 self._records.note_floor(run.job, run.run)
+            self._records.note_durable(run.job, run.run, durable)
         except OSError as error:  # tried again at the next tick
             self._node.events.count("run_records_failed")
             logger.warning("the record of %s/%s cannot be written: %s", run.job, run.run, error)

@@ -116,6 +116,7 @@ class RunRecords:
             recoverable=recoverable,
             lost=False,
             chosen=message.chosen,
+            durable=before.durable if before.durable <= message.epoch_start else -1,
         )
         self._write(fresh)
 
@@ -127,8 +128,14 @@ class RunRecords:
             epochs = _with_epoch(epochs, *epoch)
         here = {member.card.node for member in record.members}
         others = [c for c in (*record.former, *before.cards) if c.node not in here]
+        seen = before.durable if before.epoch == record.epoch else -1
         fresh = msgspec.structs.replace(
-            record, former=_once(others), epochs=epochs, forgotten=before.forgotten, lost=False
+            record,
+            former=_once(others),
+            epochs=epochs,
+            forgotten=before.forgotten,
+            lost=False,
+            durable=max(record.durable, seen),
         )
         if fresh != before:
             self._write(fresh)
@@ -145,6 +152,12 @@ class RunRecords:
         before = self.of(job, run)
         if before is not None and not before.recoverable:
             self._write(msgspec.structs.replace(before, recoverable=True))
+
+    def note_durable(self, job: str, run: str, end: int) -> None:
+        """All ranks have the checkpoint of the present history that ends there in storage."""
+        before = self.of(job, run)
+        if before is not None and before.durable < end:
+            self._write(msgspec.structs.replace(before, durable=end))
 
     def note_floor(self, job: str, run: str) -> None:
         """The present history has a floor of its own: former members are not needed any more."""

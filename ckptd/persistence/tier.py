@@ -91,6 +91,11 @@ class RankPersistence:
         self._feed_epoch()
         self.changed()
 
+    @property
+    def epoch(self) -> int:
+        """That it has joined; -1: none."""
+        return self._epoch
+
     def changed(self) -> None:
         """The slots or segments of the rank changed."""
         segments = self._store.of_rank(self.key)
@@ -417,8 +422,10 @@ class StorageTier:
 
     def _durable_of(self, job: str, run: str) -> int:
         """The same of a run. Its ranks' trainers may have ended; their segments are here."""
-        keys = [key for key in self._ranks if (key.job, key.run) == (job, run)]
-        return max(map(self.durable_up_to, keys), default=-1)
+        ranks = [rank for key, rank in self._ranks.items() if (key.job, key.run) == (job, run)]
+        # Of those that have yet to join, it may be of a history that was abandoned.
+        newest = max((rank.epoch for rank in ranks), default=-1)
+        return max((rank.state().committed for rank in ranks if rank.epoch == newest), default=-1)
 
     def close(self) -> None:
         """Stop; the next start resumes unfinished work."""

@@ -11,6 +11,7 @@ from unittest.mock import ANY
 
 import pytest
 
+from ckptd.peers.run_records import decode_record
 from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.open_store import open_store
@@ -73,6 +74,33 @@ def test_a_job_that_lost_all_memory_resumes_from_storage_at_the_exact_bits(
     assert saved_iterations("e2e", run, daemon=daemon.endpoint)[0] == SavedIteration(
         newest, ANY, durable=True
     )
+    resumed = jobs.run("plain", "--total", "40", "--run", run, "--seed", "77")
+    assert jobs.report(resumed)["resumed_from"] == newest, jobs.log(resumed)
+    assert differences(reference, resumed) == []
+
+
+def test_memory_that_is_older_than_storage_does_not_count(
+    jobs: Jobs, daemon: DaemonProcess, store: Path
+) -> None:
+    """As of a node whose replicas lagged, and whose daemon was started again meanwhile."""
+    run = uuid.uuid4().hex[:8]
+    reference = jobs.run("plain", "--total", "40", daemon="none")
+    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "10", expect_killed=True)
+    daemon.kill()
+    older = {path: path.read_bytes() for path in daemon.segment_dir.glob(f"*~{run}~*.seg")}
+    daemon.start()
+    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", expect_killed=True)
+    eventually(lambda: committed(store, run)[:1] > [12], "a newer durable checkpoint", timeout_s=30)
+    newest = committed(store, run)[0]
+    record = daemon.segment_dir / f"e2e~{run}.run"
+    eventually(lambda: decode_record(record.read_bytes()).durable >= newest, "it is seen", timeout_s=30)
+    daemon.kill()
+    newest = committed(store, run)[0]
+    for path in daemon.segment_dir.glob(f"*~{run}~*.seg"):
+        path.unlink()
+    for path, content in older.items():
+        path.write_bytes(content)
+    daemon.start()
     resumed = jobs.run("plain", "--total", "40", "--run", run, "--seed", "77")
     assert jobs.report(resumed)["resumed_from"] == newest, jobs.log(resumed)
     assert differences(reference, resumed) == []

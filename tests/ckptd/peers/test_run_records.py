@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckptd.event_log import EventLog
@@ -93,6 +94,22 @@ def test_what_a_start_was_told_to_go_back_to_is_known_until_the_next_one(node: N
     assert node.of().chosen == 7
     node.join(NEXT)
     assert node.of().chosen == -1
+
+
+def test_what_was_seen_in_storage_is_known_to_the_next_daemon_unless_it_was_abandoned(node: Node) -> None:
+    node.join(FIRST)
+    for end in (5, 9, 8):
+        node.records.note_durable("job", "run", end)
+    node.restart()
+    assert node.of().durable == 9
+    node.records.learned(msgspec.structs.replace(node.of(), durable=7))
+    assert node.of().durable == 9, "another member has not seen it yet"
+    node.join(Join(5, 9, FIRST.members))
+    assert node.of().durable == 9
+    node.join(Join(6, 8, FIRST.members))
+    assert node.of().durable == -1, "the run went back behind it"
+    node.records.note_durable("job", "another", 3)
+    assert node.records.of("job", "another") is None
 
 
 def test_epochs_of_which_peers_tell_are_kept_with_the_smaller_start(node: Node) -> None:
