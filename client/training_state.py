@@ -17,12 +17,15 @@ from torch.optim import Optimizer
 from ckptd.client import values
 from ckptd.client.capture.object_attributes import ATTRIBUTES, ObjectAttributes, of_modules
 from ckptd.client.capture.step_state import Stateful
+from ckptd.client.capture.whole_objects import WholeObject, why_not_whole
 from ckptd.client.data import BatchLedger
 from ckptd.client.data.ledger import BATCHES
 from ckptd.client.data.loaders import advice_for_state, check_in_state
 from ckptd.client.identity import Identity, identify
+from ckptd.client.model.buffer_shapes import BUFFERS, ChangedBuffers
 from ckptd.client.model.freezing import choose_freezing
 from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.module_flags import FLAGS, ModuleFlags
 from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.replicated_params import NOTHING_SHARED, ReplicatedParams, find_replicas
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
@@ -56,6 +59,14 @@ class TrainingState:
         params = self.binding.params.values()
         return next((local(p).device for p in params), torch.device("cpu"))
 
+    def begin_as(self, before: TrainingState) -> None:
+        """This process begins once more: what counts as the start is what counted before."""
+        self.binding.buffer_specs.clear()
+        self.binding.buffer_specs.update(before.binding.buffer_specs)
+        for name, item in self.stateful.items():
+            if isinstance(item, ModuleFlags | WholeObject):
+                item.begin_as(before.stateful[name])  # type: ignore[arg-type] # of the same kind
+
 
 def examine(
     model: nn.Module,
@@ -73,17 +84,24 @@ def examine(
     """
     layout, run = options.layout, options.run
     _check_model(model)
-    stateful = check_state(state)
+    stateful = check_state(state, whole=True)
+    whole = [item for item in stateful.values() if isinstance(item, WholeObject)]
     if ledger is not None:
         stateful[BATCHES] = ledger
     if layout.attributes:
-        stateful[ATTRIBUTES] = of_modules(model)
+        modules = {name: item for name, item in stateful.items() if isinstance(item, nn.Module)}
+        stateful[ATTRIBUTES] = of_modules(model, modules)
     else:  # nor those of trainers and callbacks
         stateful = {name: item for name, item in stateful.items() if not isinstance(item, ObjectAttributes)}
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     _check_optimizers(listed)
     binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)
     check_sharded(binding)
+    stateful[BUFFERS] = ChangedBuffers(binding)
+    if layout.attributes:
+        stateful[FLAGS] = ModuleFlags(binding)
+    for item in whole:
+        item.know(binding, [*stateful.values(), *(other.value for other in whole)])
     if options.snapshots.of_experts is not None and options.recovery.park:
         raise ValueError(
             f"park=True and policy={options.snapshots.policy!r}: ranks that are parked go on only where the "
@@ -186,14 +204,23 @@ def agreed_identity(mine: Identity, lossy: str = "") -> Identity:
     return replace(mine, job=job, run=run, origin=how)
 
 
-def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
-    """Check that everything in ``state=`` can be captured, now rather than at the first snapshot."""
+def check_state(state: Mapping[str, Any] | None, *, whole: bool = False) -> dict[str, Stateful]:
+    """Check that everything in ``state=`` can be captured, now rather than at the first snapshot.
+
+    Args:
+        whole: capture objects without ``state_dict`` as a whole.
+    """
     if state is not None and not isinstance(state, Mapping):
         raise ValueError(
             f"state= is a {type(state).__name__}; pass a dict of named objects, such as {{'sched': sched}}"
         )
     found = dict(state or {})
     for name, item in found.items():
+        if whole and not hasattr(item, "state_dict") and not advice_for_state(item):
+            if advice := why_not_whole(name, item):
+                raise ValueError(f"state[{name!r}] is a {type(item).__name__} without state_dict(): {advice}")
+            found[name] = WholeObject(name, item)
+            continue
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(item, method, None)):
                 advice = advice_for_state(item) or "pass objects with state_dict() and load_state_dict()"

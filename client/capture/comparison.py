@@ -175,7 +175,8 @@ def live_tensor(binding: LiveState, source: EntrySource) -> Tensor | None:
     if source.kind == "master":
         return local(binding.masters[source.name])
     if source.kind == "buffer":
-        return local(binding.buffers()[source.name])
+        buffer = binding.planned_buffers().get(source.name)
+        return None if buffer is None else local(buffer)
     if source.kind == "optim":
         value = part_of(binding.state(source.name), source.key)
         return local(value) if isinstance(value, Tensor) else None

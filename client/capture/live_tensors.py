@@ -198,7 +198,7 @@ class LiveSources:
             elif source.kind == "optim":
                 self._places.append(_place(where.states[source.name], source.key))
             else:
-                self._places.append(where.buffers[source.name])
+                self._places.append(where.buffers.get(source.name, (_NOWHERE, "")))
         kinds = [None if source is None else source.kind for source in self.plan.sources]
         pairs = zip(kinds, self._places, strict=True)
         self._buffer_places = [place for kind, place in pairs if kind == "buffer"]
@@ -224,14 +224,16 @@ class LiveSources:
         kept = [(s.name, t) for s, t in pairs if s is not None and s.kind == "optim"]
         # Parameters without any of their state had no update yet. `KeptState` records which keys exist.
         self.absent = sorted({n for n, _ in kept} - {n for n, t in kept if t is not None})
-        self._lacks = any(t is None for _, t in kept)
+        self._lacks = any(t is None for s, t in pairs if s is not None and s.kind != "packed")
 
     def _fits(self, index: int, tensor: Tensor | None) -> bool:
-        """False if optimizer state has another shape, dtype or kind of tensor than planned."""
+        """False if optimizer state or a buffer has another shape, dtype or kind of tensor than planned."""
         source = self.plan.sources[index]
-        if source is None or source.kind != "optim" or not isinstance(tensor, Tensor):
+        if source is None or source.kind not in ("optim", "buffer") or not isinstance(tensor, Tensor):
             return isinstance(tensor, Tensor)
         here, planned = getattr(tensor, "_local_tensor", tensor), self.plan.layout.entries[index].shape
+        if source.kind == "buffer":
+            return here.dtype is source.dtype and tuple(here.shape) == tuple(planned)
         if not plain_tensor(here) or here.dtype is not source.dtype:
             return False
         if source.start is None or source.stop is None:

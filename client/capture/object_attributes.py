@@ -51,6 +51,7 @@ _TRAINER_TENSOR_BYTES = 64 << 20
 # The same object at as many tops: the steps do not make it anew.
 _STAYS = 3
 _SHOWN = 5
+_NO_MODULES: Mapping[str, nn.Module] = {}
 _SET_ONCE = "a flag that was set once, which may tell what this process has done"
 _STORES = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
 # Their classes keep no state of a run in attributes, or restore it themselves.
@@ -107,9 +108,16 @@ class _Attribute:
         return made and (self.replaced == 1 or self.alike >= _STAYS)
 
 
-def of_modules(model: nn.Module) -> ObjectAttributes:
-    """The attributes of a model's modules, where their classes are not a library's."""
-    return ObjectAttributes(dict(named_modules(model)))
+def of_modules(model: nn.Module, others: Mapping[str, nn.Module] = _NO_MODULES) -> ObjectAttributes:
+    """The attributes of a model's modules, where their classes are not a library's.
+
+    Args:
+        others: further modules by name, such as an average of the model in ``state=``.
+    """
+    owners: dict[str, Any] = dict(named_modules(model))
+    for name, other in others.items():
+        owners |= {f"state[{name!r}]{path and '.'}{path}": module for path, module in named_modules(other)}
+    return ObjectAttributes(owners)
 
 
 def of_trainer(objects: Iterable[Any], trained: nn.Module) -> ObjectAttributes:

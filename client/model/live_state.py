@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ckptd.client import values
 from ckptd.client.optimizers.optimizer_audit import KeptState
@@ -39,6 +40,7 @@ from ckptd.client.optimizers.value_trees import flat_state, plain_parts, same_ob
 __all__ = [
     "LivePlaces",
     "LiveState",
+    "buffer_spec",
     "find_masters",
     "is_compiled",
     "local",
@@ -91,6 +93,12 @@ def _behind(tensor: Tensor) -> Tensor:
         return here
     parts = list(plain_parts(here))
     return parts[0] if len(parts) == 1 and parts[0].shape == here.shape else here
+
+
+def buffer_spec(buffer: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a buffer on this rank."""
+    shard = getattr(buffer, "_local_tensor", buffer)
+    return tuple(shard.shape), buffer.dtype
 
 
 # -- names without wrappers ------------------------------------------------------------------------
@@ -196,6 +204,8 @@ class LiveState:
     Attributes:
         masters_in_order: the master of each of ``params``, in their order; where there is none, a tensor
             without gradient.
+        buffer_specs: shape and dtype of each buffer at the start, for which plans are made. One that has
+            others later is in snapshots by value (`buffer_shapes`).
         keepers: the objects that hold the optimizers' state, which may be spread over ranks.
         owner: (optimizer, group) of each parameter.
         elsewhere: parameters that another rank updates.
@@ -212,7 +222,9 @@ class LiveState:
         self.model = model
         self.optimizers = list(optimizers)
         self.keepers = [state_keeper(o) for o in self.optimizers]
+        _check_initialized(model)
         self.params: dict[str, Tensor] = dict(named_parameters(model))
+        self.buffer_specs = {name: buffer_spec(buffer) for name, buffer in self.buffers().items()}
         owner = self._owners()
         held = ((f"a parameter of optimizer {oi}", t) for t, oi, _ in owner.values())
         for name, tensor in (*self.params.items(), *self.buffers().items(), *held):
@@ -232,15 +244,51 @@ class LiveState:
         """Changes when parameters are added to, or taken from, the optimizers' groups."""
         return tuple(len(g["params"]) for o in self.optimizers for g in o.param_groups)
 
-    def refresh(self) -> None:
+    def refresh(self) -> list[str]:
         """Read the optimizers' groups again after ``add_param_group``.
 
+        Returns:
+            The parameters that are new, and that the model did not have at the start.
         Raises:
             ValueError: a parameter is in two groups.
         """
+        known = set(self.params)
         self._bind(self._owners())
+        return [name for name in self.params if name not in known]
+
+    def see_groups(self) -> None:
+        """Read the groups again if there are others."""
+        if self._bound != self.group_key():
+            self.refresh()
+
+    def add_groups(self, recorded: Mapping[str, Sequence[int]]) -> None:
+        """Add the groups that the program had added while it trained: no process does that twice.
+
+        Args:
+            recorded: optimizer and group of each parameter. Nothing is added if one is unknown, or owned.
+        """
+        here = [len(o.param_groups) for o in self.optimizers]
+        added: dict[tuple[int, int], list[str]] = {}
+        for name, (optimizer, group) in recorded.items():
+            if optimizer < len(here) and group >= here[optimizer]:
+                added.setdefault((optimizer, group), []).append(name)
+        names = [name for found in added.values() for name in found]
+        if not names or any(name not in self.params or name in self.owner for name in names):
+            return
+        for optimizer, group in sorted(added):
+            params = [self.held(name) for name in added[optimizer, group]]
+            self.optimizers[optimizer].add_param_group({"params": params})
+        self.refresh()
+
+    def drop_groups(self, counts: Sequence[int]) -> None:
+        """Take away the last groups, if there are more than these: they were added later."""
+        if any(len(o.param_groups) > n for o, n in zip(self.optimizers, counts, strict=True)):
+            for optimizer, count in zip(self.optimizers, counts, strict=True):
+                del optimizer.param_groups[count:]
+            self.refresh()
 
     def _bind(self, owner: dict[int, tuple[Tensor, int, tuple[int, int]]]) -> None:
+        self._bound = self.group_key()
         claimed = {id(p) for p in self.params.values()} | {id(m) for m in self.masters.values()}
         for tensor, oi, (gi, pi) in list(owner.values()):
             if id(tensor) not in claimed:
@@ -417,6 +465,11 @@ class LiveState:
         """All buffers that hold data, persistent or not."""
         return dict(named_buffers(self.model))
 
+    def planned_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are of the shape and dtype that they had at the start."""
+        specs = self.buffer_specs
+        return {n: b for n, b in self.buffers().items() if specs.get(n) == buffer_spec(b)}
+
     def places(self, *, again: bool = True) -> LivePlaces:
         """The dictionaries that hold the live tensors: the same object until one of an optimizer is another.
 
@@ -443,6 +496,15 @@ class LiveState:
     def named_held(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.owner:
             yield name, self.held(name)
+
+
+def _check_initialized(model: nn.Module) -> None:
+    lazy = [name for name, t in (*named_parameters(model), *named_buffers(model)) if is_lazy(t)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]} has no shape yet: call the model once (a batch of zeros will do) before the "
+            "optimizer and Checkpointer are made"
+        )
 
 
 def find_masters(

@@ -222,8 +222,8 @@ class StateTable:
             "packed": {SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed.items()},
         }
         keys = {n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in specs_of.items()}
-        live = [(name, local(buffer)) for name, buffer in binding.buffers().items()]
-        buffers = tuple(_pair(EntrySource("buffer", n, dtype=b.dtype), b.shape) for n, b in live)
+        planned = binding.buffer_specs.items()
+        buffers = tuple(_pair(EntrySource("buffer", n, dtype=kind), shape) for n, (shape, kind) in planned)
         return cls(specs_of, packed, values.pack(layout, STATIC), keys, buffers)
 
     def num_rows(self, binding: LiveState, name: str) -> int:

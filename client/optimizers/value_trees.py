@@ -7,6 +7,7 @@ lists that begin with one of these tags:
 
 =====  ==========================================================================================
 ``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
+``N``  named tuple: its class by name, and its parts
 ``m``  set or frozenset of tensors that are captured elsewhere: their references, sorted
 ``d``  dict: pairs of nodes
 ``x``  tensor, whether it requires grad, and its strides if it is not contiguous: a product of
@@ -251,6 +252,10 @@ class TreeWriter:
             if len(members) < len(value):
                 raise NotCapturable(path, f"type {kind.__name__} of objects")
             return ["m", kind is frozenset, sorted(members)]
+        if isinstance(value, tuple) and hasattr(kind, "_fields") and _named(kind) is kind:
+            self._note(value)
+            parts = [self.node(v, f"{path}.{n}", depth + 1) for n, v in zip(kind._fields, value, strict=True)]
+            return ["N", kind.__module__, kind.__qualname__, parts]
         if isinstance(value, dict) and (kind in _DICTS or self._was_there(value, path)):
             self._note(value)
             return ["d", [self.pair(k, v, path, depth) for k, v in value.items()]]
@@ -354,6 +359,8 @@ class TreeReader:
                 return self._sharded(node, live)
             case "l" | "t" | "q":
                 return self._sequence(node, live, place)
+            case "N":
+                return self._named_tuple(node)
             case "d":
                 return self._dict(node, live, place)
             case "g":
@@ -440,6 +447,14 @@ class TreeReader:
         target.extend(parts)
         return target
 
+    def _named_tuple(self, node: Any) -> Any:
+        module, name, parts = node[1:]
+        kind = _find(module, name)
+        # Nothing is imported, and nothing but a named tuple is made.
+        if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+            raise ValueError(f"the snapshot has a named tuple {module}.{name}, which is not defined here")
+        return tuple.__new__(kind, [self.put(part) for part in parts])
+
     def _dict(self, node: Any, live: Any, place: int) -> Any:
         target: Any = live if isinstance(live, dict) else {}
         self._made[place] = target
@@ -455,6 +470,18 @@ class TreeReader:
         for key, value in kept:
             target.setdefault(key, value)
         return target
+
+
+def _find(module: str, name: str) -> Any:
+    """What a module that is imported calls so; None if there is no such thing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _named(kind: type) -> Any:
+    return _find(kind.__module__, kind.__qualname__)
 
 
 def _put_set(members: set[Any] | frozenset[Any], live: Any) -> Any:

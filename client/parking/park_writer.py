@@ -241,13 +241,12 @@ def _packed_scalars(
 
 
 def _from_the_top(items: Sequence[CopyItem], layout: PhasePlan, kept: Mapping[str, Tensor]) -> list[CopyItem]:
-    """The same copies, but of buffers as they were at the top."""
+    """The same copies, but of buffers as they were at the top; those of another size are in the scalars."""
     buffers = {
-        layout.offsets[i]: (kept[s.name], layout.layout.entries[i].nbytes)
+        layout.offsets[i]: kept[s.name]
         for i, s in enumerate(layout.sources)
-        if s is not None and s.kind == "buffer" and s.name in kept and layout.layout.entries[i].nbytes
+        if s is not None
+        if s.kind == "buffer" and s.name in kept
+        if 0 < kept[s.name].nbytes == layout.layout.entries[i].nbytes
     }
-    for tensor, nbytes in buffers.values():
-        if tensor.numel() * tensor.element_size() != nbytes:
-            raise CopyFailed("a buffer has another size than when this was planned")
-    return [replace(i, tensor=buffers[i.offset][0]) if i.nbytes and i.offset in buffers else i for i in items]
+    return [replace(i, tensor=buffers[i.offset]) if i.nbytes and i.offset in buffers else i for i in items]

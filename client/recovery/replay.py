@@ -47,7 +47,9 @@ from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.data.ledger import BATCHES
 from ckptd.client.log_lines import get_logger
+from ckptd.client.model.buffer_shapes import BUFFERS
 from ckptd.client.model.freezing import BackwardLimiter, Tape
+from ckptd.client.model.module_flags import FLAGS
 from ckptd.client.model.replicated_params import checksum
 from ckptd.client.model.snapshot_layout import rows_of_piece, rows_within
 from ckptd.client.recovery.snapshot_loading import SnapshotLoader
@@ -251,9 +253,11 @@ class Replay(ReplayProgress):
             self._binding.params[name].grad = None
             if name in self._binding.masters:
                 self._binding.masters[name].grad = None
+        self._binding.drop_groups([len(groups) for groups in scalars["groups"]])
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
-            newer = name == BATCHES or isinstance(item, ObjectAttributes)  # absent in older snapshots
+            # Absent in older snapshots.
+            newer = name in (BATCHES, BUFFERS, FLAGS) or isinstance(item, ObjectAttributes)
             if name in scalars["state"] or not newer:
                 item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
@@ -293,6 +297,7 @@ class Replay(ReplayProgress):
 
     def before_optimizer_step(self) -> None:
         """Remove the gradients of frozen tensors."""
+        self._binding.see_groups()  # the loop may add one again
         if self.dense:
             return
         for name, held in self._binding.named_held():
@@ -317,6 +322,7 @@ class Replay(ReplayProgress):
                 what follows.
         """
         self.on(ReplayEvent.ADVANCE)
+        self._binding.see_groups()
         image, scalars = self._images[self.position], self._scalars(self.position)
         found = self._compare(image, scalars)
         self._loader.load(image, scalars, everything=False)

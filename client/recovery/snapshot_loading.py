@@ -168,7 +168,7 @@ class SnapshotLoader:
         """
         activity, binding = self.activity, self.binding
         all_buffers = everything or activity.masters_unknown
-        buffers = [*map(ParameterRows, binding.buffers())] if all_buffers else []
+        buffers = [*map(ParameterRows, binding.planned_buffers())] if all_buffers else []
         fresh = activity.activate(self.broadcast.anchors(image))
         wanted = activity.rows_of(fresh)
         if everything:
@@ -201,7 +201,7 @@ class SnapshotLoader:
         wanted, absent = activity.rows_of(fresh), set(scalars["absent"])
         kinds = _KINDS[scope] if scope is not None else frozenset()
         experts = [op for i, op in enumerate(self.operators) if fresh >> i & 1]
-        buffers = buffers_of_experts(experts, binding.buffers(), binding.num_rows)
+        buffers = buffers_of_experts(experts, binding.planned_buffers(), binding.num_rows)
         self.bytes_loaded += self._restore(image, wanted, {}, absent, buffers=buffers, kinds=kinds)
         if alone is None:
             absent |= self.broadcast.hand(
@@ -277,8 +277,9 @@ class SnapshotLoader:
         """The parts of an entry to load, each with the live tensor that it is loaded into."""
         binding = self.binding
         if source.kind == "buffer":
-            live, rows = binding.buffers()[source.name], [r for r in buffers if r.param == source.name]
-            return [(replace(source, start=r.start, stop=r.stop), live) for r in rows]
+            rows = [r for r in buffers if r.param == source.name]
+            live = binding.buffers()[source.name] if rows else None
+            return [(replace(source, start=r.start, stop=r.stop), live) for r in rows if live is not None]
         if source.kind == "param":
             return [(p, binding.params[source.name]) for p in self.pieces(source, wanted, frozen)]
         if source.kind == "master":

@@ -285,13 +285,16 @@ class Recovery:
             AttachRefused: they are of another model.
         """
         subject, newest = self._subject, memory.table.segments[-1]
-        recorded = values.unpack(newest.descriptor.client)["signature"]
+        payload = values.unpack(newest.descriptor.client)
+        recorded = payload["signature"]
+        subject.binding.add_groups(payload.get("groups", {}))
         if difference := signature_difference(recorded, signature(subject.binding)):
             job, run = subject.identity.job, subject.identity.run
             raise AttachRefused(
                 "model_changed",
                 f"the snapshots of job {job}, run {run} are of another model: {difference}",
-                f"pass run= a new name, or `ckptctl forget {job} {run}`",
+                "if the program makes parameters, buffers or groups while it trains, make them before "
+                f"Checkpointer; else pass run= a new name, or `ckptctl forget {job} {run}`",
             )
         return plan_from_payload(
             subject.binding,

@@ -25,6 +25,7 @@ from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.step_state import Stateful, apply_groups, gather_groups, reproducible
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
+from ckptd.client.model.buffer_shapes import BUFFERS
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.optimizers.value_trees import flat_state
@@ -301,6 +302,8 @@ class DenseState:
     def restore(self) -> None:
         """Set the live state to this copy."""
         binding = self._binding
+        if BUFFERS in self._stateful:  # they have their shapes before they are filled
+            self._stateful[BUFFERS].load_state_dict(values.unpack(self._packed_state[BUFFERS]))
         with torch.no_grad():
             for keeper, recorded in zip(binding.keepers, self._optimizer, strict=True):
                 keeper.state.clear()

@@ -242,6 +242,9 @@ class Provision:
                 not find what they leave to this one.
         """
         self.plan = plan
+        self._group_key = self._binding.group_key()
+        if plan.group_key != self._group_key:  # a group came after these snapshots, in what is replayed
+            self._uncaptured = "a parameter group"
         plan.with_gradients = self._options.to_peers == "gradients"
         # Where each rank has captured its own, values differ that are alike when a script begins.
         self._planner.sharing = sharing if plan.shares else NOTHING_SHARED
@@ -534,7 +537,13 @@ class Provision:
         found = self._uncaptured or unknown or (f"step scalars of {outgrown} bytes" if outgrown else "")
         if key != self._group_key:
             found = "a parameter group"
-            self._binding.refresh()
+            if made := self._binding.refresh():
+                logger.warning(
+                    "NOT RECOVERABLE: %s: the program has made it in a step and given it to an optimizer, "
+                    "and a process that starts again has no such parameter: make it before Checkpointer, and "
+                    "add its group when its time has come",
+                    ", ".join(made[:3]),
+                )
         if not (self._planner.dense or self._planner.lossy) and most_updates > 1:
             # Frozen operators would need the weights between the two updates, which no snapshot holds.
             found = "a second update by one optimizer within a step (only dense snapshots can be exact)"

@@ -7,6 +7,7 @@ The plan travels in the segment's descriptor, from which a fresh process reads i
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class SnapshotPlan:
     """What the script asked for, also where only dense snapshots are exact; "" if unknown."""
     with_gradients: bool = False
     """Slots have room for gradients behind the image, for peers."""
+    group_key: tuple[int, ...] = ()
+    """The optimizers' groups when a process found this plan; empty: it made the plan itself."""
     _policy: SnapshotPolicy | None = None
     _phases: dict[tuple[int, frozenset[int] | None], tuple[PhasePlan, bool]] = field(default_factory=dict)
     _state: StateTable | None = None
@@ -428,6 +431,7 @@ def plan_from_payload(
         asked=recorded.get("asked", ""),
         selection=Selection(recorded.get("selection", Selection.TURNS)),
         selectable=frozenset(recorded.get("selectable", ())),
+        group_key=binding.group_key(),
     )
 
 
@@ -479,7 +483,8 @@ def _level_otherwise(op: Operator, scope: PartialScope | None) -> Level:
 
 def fixed_bytes(binding: LiveState, scalars_capacity: int) -> int:
     """Bytes of every snapshot besides operators: buffers and step scalars."""
-    return scalars_capacity + sum(local(b).numel() * b.element_size() for b in binding.buffers().values())
+    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in binding.buffer_specs.values())
+    return scalars_capacity + sum(sizes)
 
 
 def schedule_of(
@@ -546,8 +551,10 @@ def signature(binding: LiveState) -> list[list[Any]]:
             if spec.kind in ("like", "tensor"):
                 state_shape = shape if spec.shape is None else list(spec.shape)
                 rows.append([f"optimizer state {spec.key!r} of", name, str(spec.dtype)[6:], state_shape])
-    for kind, tensors in (("master weights of", binding.masters), ("buffer", binding.buffers())):
-        rows += [[kind, n, str(t.dtype)[6:], list(local(t).shape)] for n, t in tensors.items()]
+    masters = binding.masters.items()
+    rows += [["master weights of", n, str(t.dtype)[6:], list(local(t).shape)] for n, t in masters]
+    specs = binding.buffer_specs.items()
+    rows += [["buffer", n, str(dtype)[6:], list(shape)] for n, (shape, dtype) in specs]
     return rows
 
 

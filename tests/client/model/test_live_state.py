@@ -295,6 +295,51 @@ def test_places_are_the_same_until_a_dictionary_of_the_optimizer_is_another() ->
     assert "extra/0.1.0" in binding.places().states
 
 
+def test_groups_that_a_program_adds_while_it_trains() -> None:
+    """A process that starts again does not come to that step: it gets them as they were recorded."""
+
+    def begin() -> tuple[LiveState, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        return LiveState(model, [optimizer], None), optimizer
+
+    there, optimizer = begin()
+    before = there.group_key()
+    optimizer.add_param_group({"params": [there.params["0.weight"], there.params["0.bias"]], "lr": 0.5})
+    assert there.refresh() == []
+    recorded = export_facts(there)["groups"]
+    here, other = begin()
+    here.add_groups(recorded)
+    assert here.group_key() == there.group_key() != before
+    assert here.owner == there.owner
+    here.add_groups(recorded)  # they are there
+    assert len(other.param_groups) == 2
+    here.drop_groups([1])
+    assert here.group_key() == before
+    assert set(here.owner) == {"1.weight", "1.bias"}
+    other.add_param_group({"params": [here.params["0.weight"]]})  # by the loop, in a replay
+    here.see_groups()
+    assert here.owner["0.weight"] == (0, 1)
+
+
+def test_a_parameter_that_the_model_never_had_is_told() -> None:
+    binding = LiveState(
+        model := nn.Linear(2, 2), [optimizer := torch.optim.SGD(model.parameters(), lr=0.1)], None
+    )
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert binding.refresh() == ["extra/0.1.0"]
+    other = nn.Linear(2, 2)
+    here = LiveState(other, [torch.optim.SGD(other.parameters(), lr=0.1)], None)
+    here.add_groups(export_facts(binding)["groups"])
+    assert here.group_key() == (2,)
+
+
+def test_a_lazy_module_is_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet: call the model once"):
+        LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
+
+
 def test_compiling_around_all_is_told_from_compiling_a_part() -> None:
     assert is_compiled(torch.compile(Net(), backend="eager"))  # type: ignore[arg-type]
     part = Net()
