@@ -66,7 +66,7 @@ from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
 from ckptd.client.stats import Stats
 from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide, number_of_steps
-from ckptd.client.training_state import examine, placement_lines
+from ckptd.client.training_state import TrainingState, examine, placement_lines
 from ckptd.core.schedule import Ordering
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -77,6 +77,10 @@ __all__ = ["Checkpointer"]
 logger = get_logger(__name__)
 
 _ERROR_SHOWN = 200
+_ONE_LOOP = (
+    "If the program has a loop over steps() for each epoch: write one loop over all steps, and put what "
+    "follows an epoch into its body (if (step + 1) % steps_per_epoch == 0: ...)"
+)
 
 
 class Checkpointer:
@@ -162,6 +166,9 @@ class Checkpointer:
         ledger, state = self._loop.ledger, self._state
         self._model = model
         self._subject = subject = examine(model, optimizer, state, options=options, ledger=ledger)
+        if self._first_subject is not None:
+            subject.begin_as(self._first_subject)
+        self._first_subject = subject
         self._binding, self._identity = subject.binding, subject.identity
         self._operators = subject.operators
         # As the script began, also after a restart in this process.
@@ -228,7 +235,19 @@ class Checkpointer:
             ReplayMismatch: a replayed step did not reproduce the recording (see ``on_mismatch``).
         """
         total, start = (number_of_steps(name, each) for name, each in (("total", total), ("start", start)))
-        if not self.off:
+        if not self.off and self._first_total is not None and total > self._first_total:
+            logger.warning(
+                "NOT RESUMABLE: steps(%d) after steps(%d): a process that starts again comes to the latter "
+                "first, and to the code between them again. %s",
+                total,
+                self._first_total,
+                _ONE_LOOP,
+            )
+            self._first_total = None
+        elif not self._looked_around:
+            self._first_total = total
+        if not (self.off or self._looked_around):
+            self._looked_around = True
             kept = (*self._subject.stateful.values(), *self._batches)
             self._loop.left_behind = around_loop(sys._getframe(1), kept, self._binding)
         while (yield from self._steps_of_this_life(total, start)):
@@ -256,7 +275,7 @@ class Checkpointer:
         if reached > total:
             raise ValueError(
                 f"the snapshots of this run reach iteration {reached}, beyond total={total}; pass "
-                "run= a new name to start over"
+                f"run= a new name to start over. {_ONE_LOOP}"
             )
         loop.step = first
         if first >= total:
@@ -609,7 +628,9 @@ class Checkpointer:
             self._memory.close()
             self._memory = None
 
-    _closed = False
+    _closed = _looked_around = False
+    _first_total: int | None = None  # of the first loop
+    _first_subject: TrainingState | None = None  # before a restart in this process
     _shared_before: ReplicatedParams | None = None
     _restarts: InProcessRestarts | None = None
 

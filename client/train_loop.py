@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.left_behind import LeftBehind
@@ -26,6 +27,7 @@ from ckptd.client.data import BatchLedger
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.model.hooks import ModuleHook, before_update
+from ckptd.client.optimizers.foreign_optimizers import ForeignOptimizers
 from ckptd.client.options import RecoveryOptions
 from ckptd.client.parking.parker import Parking
 from ckptd.client.phase_clock import PhaseClock
@@ -107,6 +109,9 @@ class LoopSide:
         self._memory, self.recorder = context.memory, recorder
         self._session, self._phases = context.memory.session, context.memory.phases
         self._engine = context.engine
+        binding = subject.binding
+        known = (*binding.kept.given, *binding.optimizers, *binding.keepers)
+        self._foreign = ForeignOptimizers(known, (*binding.params.values(), *binding.masters.values()))
         self._counter, self._precision, self._ranks = context.counter, context.precision, ranks
 
     def park_with(self, parking: Parking) -> None:
@@ -131,6 +136,8 @@ class LoopSide:
         for optimizer in self._binding.optimizers:
             keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
             keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
+        every = register_optimizer_step_post_hook(lambda optimizer, *_: self._foreign.stepped(optimizer))
+        keep.callback(every.remove)
         begins, ended = ModuleHook(self.forward_begins), ModuleHook(self.forward_ended)
         for module in callables_of(model):
             keep.callback(module.register_forward_pre_hook(begins).remove)
@@ -328,11 +335,23 @@ class LoopSide:
                 self._recovered()
         elif recorder is not None:
             self.stepping = False
+            self._look_for_foreign_optimizers(recorder, step)
             if self._survive(recorder, recorder.top, step):
                 self._failures = 0
             self.stepping = True
         else:
             self.tape.take()  # given up: nobody needs what the taps still record
+
+    def _look_for_foreign_optimizers(self, recorder: Recorder, step: int) -> None:
+        foreign, recorder.in_doubt = self._foreign.top()
+        if foreign and not recorder.refused:
+            recorder.refuse(
+                f"optimizer {foreign} updates the model's weights, and Checkpointer does not know it: no "
+                f"snapshot has its state. None is taken any more (step {step}); after a failure this run "
+                "goes on from the last one. Pass all optimizers in a list. Where one takes the place of "
+                "another, close this Checkpointer and make another one with a run= of its own "
+                "(docs/integration.md#stages)"
+            )
 
     def _wait_for_all(self) -> None:
         if self.parking is not None:

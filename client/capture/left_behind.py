@@ -3,23 +3,32 @@
 A scheduler, a gradient scaler, a second optimizer or an average of the model that nobody passed to the
 `Checkpointer` begins anew after a failure. A replay notices a scheduler, too late, and an average not at
 all. So the first steps look at the variables of the function with the loop, and a warning names what was
-forgotten.
+forgotten. So it does with the program's own state: random generators, containers and objects that change,
+and variables that the loop's body takes over from the step before.
 """
 
 from __future__ import annotations
 
+import random
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckptd.client import values
 from ckptd.client.capture.attribute_records import AttributeRecorder, LeftOut
+from ckptd.client.capture.carried_variables import carried_variables
+from ckptd.client.capture.fingerprints import GENERATORS, fingerprint, is_time, of_user
+from ckptd.client.capture.whole_objects import WholeObject
+from ckptd.client.data import Batches
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 
@@ -30,6 +39,10 @@ logger = get_logger(__name__)
 # Tops at which it looks: a scheduler may count for the first time in the second step.
 _LOOKS = 4
 _KINDS = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module, _BaseDataLoaderIter)
+_CONTAINERS = (list, dict, set, deque, np.ndarray)
+_NUMBERS = (type(None), int, float, str)
+_GLOBAL_GENERATORS = frozenset(map(id, (torch.default_generator, np.random.mtrand._rand, random._inst)))
+_SHOWN = 6
 # Between the loop and the code of the user.
 _BETWEEN = frozenset({"ckptd", "contextlib", "rich", "tqdm"})
 _LIBRARIES = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
@@ -45,7 +58,12 @@ def around_loop(frame: types.FrameType, captured: Iterable[Any], binding: LiveSt
         of_optimizers = [p for optimizer in binding.optimizers for p in _params(optimizer)]
         tensors = (*binding.params.values(), *binding.masters.values(), *binding.buffers().values())
         updated = (*of_optimizers, *(binding.params[name] for name in binding.masters))
-        return LeftBehind(variables_of(frame), captured, (*tensors, *of_optimizers), updated)
+        user = _frame_of_user(frame)
+        variables = variables_of(frame)
+        carried = () if user is None or not variables else carried_variables(user.f_code, user.f_lasti)
+        passed = (*captured, *binding.kept.given)  # around an optimizer there may be an object of the user's
+        everything = [part for each in passed for part in _captured_with(each)]
+        return LeftBehind(variables, everything, (*tensors, *of_optimizers), updated, carried=carried)
     except Exception as error:  # noqa: BLE001 - as below
         _not_looked_at(error)
         return None
@@ -58,13 +76,29 @@ def variables_of(frame: types.FrameType | None) -> dict[str, Any]:
     Args:
         frame: asks for the next step.
     """
-    while frame is not None and _package(frame) in _BETWEEN:
-        frame = frame.f_back
+    frame = _frame_of_user(frame)
     if frame is None or _package(frame) in _LIBRARIES:
         return {}
     found = dict(frame.f_locals)
     own = getattr(found.get("self"), "__dict__", {})
-    return found | {f"self.{name}": value for name, value in own.items()}
+    found |= {f"self.{name}": value for name, value in own.items()}
+    generators = {name: value for name, value in frame.f_globals.items() if isinstance(value, GENERATORS)}
+    return generators | found
+
+
+def _frame_of_user(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None and _package(frame) in _BETWEEN:
+        frame = frame.f_back
+    return frame
+
+
+def _captured_with(value: Any) -> Iterator[Any]:
+    """An object that is captured, and others that are with it."""
+    yield value
+    if isinstance(value, WholeObject):
+        yield from _with_parts(value.value)
+    elif isinstance(value, Batches):
+        yield from value.generators()
 
 
 def _package(frame: types.FrameType) -> str:
@@ -79,6 +113,7 @@ class LeftBehind:
         captured: objects that snapshots have, with what is inside them.
         tensors: those that snapshots have.
         updated: those of them that the optimizers in the snapshots update.
+        carried: names of variables that a step takes over from the one before.
     """
 
     def __init__(
@@ -87,6 +122,8 @@ class LeftBehind:
         captured: Iterable[Any],
         tensors: Iterable[Tensor],
         updated: Iterable[Tensor],
+        *,
+        carried: Iterable[str] = (),
     ) -> None:
         self._tensors, self._updated = frozenset(map(id, tensors)), frozenset(map(id, updated))
         self._recorder = AttributeRecorder(0, everything=True, trained=self._tensors)
@@ -94,8 +131,19 @@ class LeftBehind:
         self._objects = {
             id(value): (name, value)
             for name, value in variables.items()
-            if id(value) not in inside and isinstance(value, _KINDS)
+            if id(value) not in inside and (isinstance(value, _KINDS) or self._is_own(name, value))
         }
+        # What its numbers were: attributes that are replaced are no objects that change.
+        own = variables.get("self")
+        watched = id(own) not in inside and not isinstance(own, nn.Module)
+        self._self = own if watched and hasattr(own, "__dict__") else None
+        self._numbers = self._numbers_now()
+        self._carried = [
+            f"{name} ({type(variables[name]).__name__})"
+            for name in sorted(carried)
+            if name in variables and id(variables[name]) not in inside
+            if not isinstance(variables[name], _KINDS) and not is_time(variables[name])
+        ]
         self._first: dict[int, object] = {}
         self._looks = 0
 
@@ -113,17 +161,54 @@ class LeftBehind:
             self._objects = {key: found for key, found in self._objects.items() if self._counts(found[1])}
         now = {key: self._state(value) for key, (_, value) in self._objects.items()}
         self._first = self._first or now
-        if self._looks < _LOOKS and self._objects:
+        if self._looks < _LOOKS and (self._objects or self._numbers or self._carried):
             return self
         changed = [self._objects[key] for key in now if now[key] != self._first[key]]
+        after = self._numbers_now()
+        counted = [n for n in self._numbers if n in after and after[n] != self._numbers[n]]
+        if counted:
+            # Nobody can set a number in place: the object that has it is captured, with what else it keeps.
+            of_self = [n for n, v in changed if n.startswith("self.") and not isinstance(v, _KINDS)]
+            changed = [(n, v) for n, v in changed if n not in of_self] + [("self", self._self)]
+            counted += [n.removeprefix("self.") for n in of_self]
+        if self._carried:
+            logger.warning(
+                "NOT CAPTURED: %s: a step takes it over from the one before, and after a failure it begins "
+                "anew. If training depends on it, keep it in a dict in place of the variable: kept = {...}, "
+                'Checkpointer(..., state={"kept": kept})',
+                _listed(self._carried),
+            )
         if changed:
-            listed = ", ".join(f"{name} ({type(value).__name__.lstrip('_')})" for name, value in changed)
+            listed = _listed([_words(name, value, counted) for name, value in changed])
             logger.warning(
                 "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. Pass %s",
                 listed,
                 self._advice(changed),
             )
         return None
+
+    def _is_own(self, name: str, value: Any) -> bool:
+        """True for state that the program itself may keep."""
+        if (
+            name == "self"
+            or name.startswith("__")
+            or id(value) in self._tensors
+            or id(value) in _GLOBAL_GENERATORS
+        ):
+            return False
+        if isinstance(value, (*_CONTAINERS, *GENERATORS)):
+            return True
+        if isinstance(value, Tensor):
+            return not value.requires_grad
+        return of_user(type(value)) and not isinstance(value, Dataset | Sampler | type)
+
+    def _skips(self, part: object) -> bool:
+        """True for a part of an object that is no state of its own."""
+        return id(part) in self._inside or id(part) in self._tensors or isinstance(part, _KINDS)
+
+    def _numbers_now(self) -> dict[str, str]:
+        own = getattr(self._self, "__dict__", {})
+        return {n: repr(v) for n, v in own.items() if type(v) in _NUMBERS and not is_time(v)}
 
     def _counts(self, value: Any) -> bool:
         """True for what may be state of the training."""
@@ -154,7 +239,9 @@ class LeftBehind:
             return value.last_epoch
         if isinstance(value, _BaseDataLoaderIter):
             return value._num_yielded
-        return values.pack(value.state_dict())
+        if isinstance(value, torch.amp.GradScaler):
+            return values.pack(value.state_dict())
+        return fingerprint(value, self._skips)
 
     def _advice(self, changed: Sequence[tuple[str, Any]]) -> str:
         optimizers = [value for _, value in changed if isinstance(value, Optimizer)]
@@ -172,6 +259,15 @@ class LeftBehind:
         elif any(isinstance(value, nn.Module) for _, value in changed):
             found.append("a large module with the model: Checkpointer(nn.ModuleDict({...}), ...)")
         return "; ".join(found)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _words(name: str, value: object, counted: Sequence[str]) -> str:
+    kind = type(value).__name__.lstrip("_")
+    return f"self ({kind}: {_listed(counted)})" if name == "self" else f"{name} ({kind})"
 
 
 def _not_looked_at(error: Exception) -> None:

@@ -225,6 +225,9 @@ class Recorder:
         self._restless = RestlessBuffers(context.binding)
         self._chooser = CopyModeChooser() if context.options.inline_copy is None else None
         self._taken_bytes = 0  # of the snapshot of this step
+        self._waits = self._longest_wait = 0  # steps in a row at whose top gradients wait
+        # An optimizer that nobody passed has stepped; whether it stays is not known yet.
+        self.in_doubt = False
         self._in_a_row = 0  # steps whose snapshot found no slot
         self._provision = Provision(
             context,
@@ -250,6 +253,11 @@ class Recorder:
     def restless(self) -> set[str]:
         """Names of buffers that are known to change before the optimizer's step; it grows."""
         return self._restless.names
+
+    @property
+    def refused(self) -> bool:
+        """True if no snapshot is taken any more."""
+        return self._chain.refused
 
     @property
     def plan(self) -> SnapshotPlan | None:
@@ -309,10 +317,7 @@ class Recorder:
             self._settle(self._capture)
             if self._capture.take_broken():
                 self.break_chain()
-        if pending:
-            self._pend()
-        elif not self._chain.refused:
-            self._take_unless_refused(step)
+        self._take_or_wait(step, pending=pending)
         if self._gradients is not None and not (pending or self._taken_bytes):
             self._gradients.drop()
         self._note_idle()
@@ -321,6 +326,15 @@ class Recorder:
         self._forget_updates()
         self._report(step)
         pace.boundary_over(time.perf_counter())
+
+    def _take_or_wait(self, step: int, *, pending: bool) -> None:
+        self._note_pending(pending)
+        if pending:
+            self._pend()
+        elif self.in_doubt:
+            self._leave_out()
+        elif not self._chain.refused:
+            self._take_unless_refused(step)
 
     def _reading(self, iteration_s: float, waited_s: float, sealing_s: float) -> SnapshotReading:
         """What the step that ended took, and its snapshot's part in that."""
@@ -499,6 +513,19 @@ class Recorder:
             and (binding.params[n].grad is not None or binding.held(n).grad is not None)
             for n, owner in binding.owner.items()
         )
+
+    def _note_pending(self, pending: bool) -> None:
+        """Say once that gradients wait much longer than they ever did."""
+        if not pending:
+            self._longest_wait, self._waits = max(self._longest_wait, self._waits), 0
+            return
+        self._waits += 1
+        if self._stats.snapshots and self._waits == max(_PENDING_LIMIT, 2 * self._longest_wait):
+            self._not_protected(
+                f"no snapshot since {self._waits} steps: at the top of each, an optimizer holds gradients "
+                "that it has not used. Does another one update the weights (pass all of them), or does the "
+                "loop never call zero_grad()?"
+            )
 
     def _pend(self) -> None:
         """In the middle of an accumulation: no snapshot, and the chain continues unless weights changed."""

@@ -59,6 +59,10 @@ class Batches(Iterator[Any]):
         """Whether these are the batches of that loader."""
         return self._loader is loader
 
+    def generators(self) -> list[object]:
+        """The random generators that the loader reaches: they are captured with its position."""
+        return [] if self._position is None else self._reach.objects
+
     # -- for the ledger --------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any] | None:

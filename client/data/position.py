@@ -115,6 +115,11 @@ class Reach:
         """The paths of the random generators."""
         return [path for path, found in self._known if not found.name]
 
+    @property
+    def objects(self) -> list[object]:
+        """The random generators."""
+        return [found.value for _, found in self._known if not found.name]
+
     def look(self) -> None:
         """Search again at the start of an epoch, to find objects created since."""
         self._known = list(self._find())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer, DaemonOptions, PartialOptions, RecoveryOptions, SnapshotOptions
+from ckptd.client.capture import recorder
 from ckptd.client.capture.live_tensors import CopySplit
 from ckptd.client.capture.object_attributes import of_trainer
 from ckptd.client.capture.slot_writer import Capture
@@ -94,7 +95,8 @@ def make(endpoint: str) -> Iterator[Callable[..., Checkpointer]]:
 
 
 class NoState:
-    pass
+    def __init__(self, **kept: Any) -> None:
+        vars(self).update(kept)
 
 
 class BadState:
@@ -129,7 +131,8 @@ class Halves(torch.optim.SGD):
         ({"on_mismatch": "ignore"}, "on_mismatch='ignore': choose 'raise' or 'warn'"),
         ({"freeze": "melt"}, "freeze='melt': choose 'auto', 'drop' or 'inputs'"),
         ({"ordering": "loud"}, "loud"),
-        ({"state": {"x": NoState()}}, r"state\['x'\] is a NoState without state_dict\(\)"),
+        ({"state": {"x": 1.5}}, r"state\['x'\] is a float without state_dict\(\): .* keep it in a dict"),
+        ({"state": {"x": NoState(rows=iter("ab"))}}, r"state\['x'\].rows .* position cannot be told"),
         (
             {"state": {"x": BadState()}},
             r"state\['x'\]\['inner'\]\['socket'\] is a builtins\.object",
@@ -438,8 +441,50 @@ class TestOn:
         ckpt.close()
         again = make(model, optimizer)
         assert again.resumed_from == 8
-        with pytest.raises(ValueError, match=r"reach iteration 8, beyond total=3; pass run="):
+        with pytest.raises(ValueError, match=r"beyond total=3; pass run=.*one loop over all steps"):
             train(again, model, optimizer, 3)
+
+    def test_a_loop_for_each_epoch_is_told_at_once(
+        self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Not after the failure, when nothing of the run could be used."""
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        for total in (2, 4, 6):
+            train(ckpt, model, optimizer, total)
+        assert caplog.text.count("NOT RESUMABLE: steps(4) after steps(2)") == 1
+        assert caplog.text.count("NOT RESUMABLE") == 1
+
+    def test_an_optimizer_that_nobody_passed_ends_snapshots(
+        self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        taken = ckpt.stats()["snapshots"]
+        second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(ckpt, model, second, 12)
+        assert ckpt.stats()["snapshots"] == taken + 1  # of the top that ended the loop before
+        assert "optimizer SGD updates the model's weights, and Checkpointer does not know it" in caplog.text
+
+    def test_gradients_that_wait_longer_than_ever(
+        self,
+        model: MoE,
+        make: Callable[..., Checkpointer],
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """An optimizer without state has taken over: nothing is lost, and nothing is protected any more."""
+        monkeypatch.setattr(recorder, "_PENDING_LIMIT", 3)
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        train(ckpt, model, optimizer, 8)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in ckpt.steps(14):
+            plain.zero_grad()
+            model(TOKENS).square().mean().backward()
+            plain.step()
+        assert caplog.text.count("no snapshot since 3 steps") == 1
 
     def test_in_one_process_a_fresh_model_resumes_at_the_exact_bits(
         self, model: MoE, make: Callable[..., Checkpointer]

@@ -128,6 +128,12 @@ def loss_of(model, samples):
 
 # Code that runs before the block, with the names of the training.
 PREPARATIONS: dict[str, str] = {
+    'kept = {"best": float("inf")': "ema = [0.0]",
+    "if (step + 1) % len(loader) == 0:": (
+        "epochs, sched = 1, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+        "def validate(model):\n    return 1.0\n"
+    ),
+    'run="r1-warm"': "from torch.optim import SGD, AdamW",
     "runner = ReroutedStage(": _REROUTED,
     "reader = LogReader(": """
 import os

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptd.client.capture.left_behind import LeftBehind, around_loop, variables_of
+from ckptd.client.capture.whole_objects import WholeObject
+from ckptd.client.data import Batches, BatchLedger
+from ckptd.client.model.live_state import LiveState
 
 
 class Job:
@@ -30,11 +35,21 @@ class Job:
         for call in self.after:
             call()
 
-    def said(self, caplog: pytest.LogCaptureFixture, captured: tuple[Any, ...] = (), **variables: Any) -> str:
-        """What is said when these variables are around the loop."""
+    def said(
+        self,
+        caplog: pytest.LogCaptureFixture,
+        captured: tuple[Any, ...] = (),
+        *,
+        carried: tuple[str, ...] = (),
+        trains: object = None,
+        **variables: Any,
+    ) -> str:
+        """What is said when these variables are around the loop; ``trains``: its ``self``."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         updated = [p for group in self.optimizer.param_groups for p in group["params"]]
-        looking: LeftBehind | None = LeftBehind(variables, captured, tensors, updated)
+        if trains is not None:
+            variables |= {"self": trains, **{f"self.{name}": value for name, value in vars(trains).items()}}
+        looking: LeftBehind | None = LeftBehind(variables, captured, tensors, updated, carried=carried)
         for _ in range(6):
             if looking is not None:
                 looking = looking.look()
@@ -101,8 +116,8 @@ def test_an_optimizer_of_the_model_that_was_mistaken_for_another(
     trains = torch.optim.AdamW(job.model.parameters())
     job.optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     job.after = [trains.step]
-    told = job.said(caplog, optimizer=job.optimizer, trains=trains)
-    assert "NOT CAPTURED: trains (AdamW)" in told
+    told = job.said(caplog, optimizer=job.optimizer, second=trains)
+    assert "NOT CAPTURED: second (AdamW)" in told
     assert told.rstrip().endswith(
         "Pass all optimizers of the model in a list: Checkpointer(model, [first, second])"
     )
@@ -130,6 +145,99 @@ def test_an_iterator_of_a_loader(job: Job, caplog: pytest.LogCaptureFixture) -> 
     told = job.said(caplog, (followed.sampler,), rows=rows, more=more, none=none, followed=followed)
     assert "NOT CAPTURED: more (SingleProcessDataLoaderIter): it changes" in told
     assert "Pass the loader to ckpt.batches(loader), which gives the same batches" in told
+
+
+class Meter:
+    """What a program may keep in an object of its own."""
+
+    def __init__(self) -> None:
+        self.shadow = {"weight": torch.zeros(2)}
+
+    def update(self) -> None:
+        self.shadow["weight"] = self.shadow["weight"] + 1
+
+
+def test_what_the_program_keeps(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Not what stays as it is, nor the global generators."""
+    meter, norms, fixed, noise = Meter(), [0.0], [1.0], np.random.default_rng(1)
+    job.after = [meter.update, lambda: norms.append(1.0), noise.normal]
+    told = job.said(
+        caplog, meter=meter, norms=norms, noise=noise, fixed=fixed, everybodys=torch.default_generator
+    )
+    assert "NOT CAPTURED: meter (Meter), norms (list), noise (Generator): it changes while it trains" in told
+    assert 'state={"meter": meter, "norms": norms, "noise": noise}' in told
+
+
+def test_variables_that_are_carried_over(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Not times, nor what is captured."""
+    kept = {"best": 1.0}
+    variables = {"best": 1.0, "bad": 0, "began": time.perf_counter(), "kept": kept}
+    told = job.said(caplog, (kept,), carried=(*variables, "unset"), **variables)
+    assert "NOT CAPTURED: bad (int), best (float): a step takes it over from the one before" in told
+    assert 'kept = {...}, Checkpointer(..., state={"kept": kept})' in told
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.steps, self.mean, self.history = 0, None, [0.0]
+        self.lr = 0.1
+
+    def update(self) -> None:
+        self.steps += 1
+        self.mean = 0.5  # type: ignore[assignment]
+        self.history.append(1.0)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_object_that_trains(job: Job, caplog: pytest.LogCaptureFixture, captured: bool) -> None:
+    """Nobody can set a number in place, so the object is what to pass."""
+    own = Counts()
+    job.after = [own.update]
+    told = job.said(caplog, (own,) if captured else (), trains=own)
+    expected = "NOT CAPTURED: self (Counts: steps, mean, history): it changes while it trains"
+    assert told == "" if captured else expected in told
+    assert captured or 'Pass Checkpointer(..., state={"self": self})' in told
+
+
+def test_generators_that_a_loader_reaches(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """They are captured with its position; the same for what an object in ``state=`` keeps."""
+    generator, own = torch.Generator(), Counts()
+    batches = Batches(
+        DataLoader(TensorDataset(torch.arange(9)), shuffle=True, generator=generator), BatchLedger()
+    )
+    job.after = [lambda: torch.rand(1, generator=generator), own.update]
+    binding = LiveState(job.model, [job.optimizer], None)
+    history = own.history
+    looking = around_loop(sys._getframe(), (batches, WholeObject("own", own), job.after), binding)
+    for _ in range(6):
+        if looking is not None:
+            looking = looking.look()
+        job.step()
+    assert caplog.text == ""
+    assert len(history) > 1
+
+
+class Around:
+    """An optimizer around another one, as a plain object."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self) -> None:
+        self.count += 1
+
+
+def test_what_is_around_an_optimizer(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """It was passed, and is captured with the optimizer."""
+    around = Around(job.optimizer)
+    job.after = [around.step]
+    binding = LiveState(job.model, [job.optimizer], None, [around])
+    looking = around_loop(sys._getframe(), (job.after, job), binding)
+    for _ in range(6):
+        if looking is not None:
+            looking = looking.look()
+        job.step()
+    assert caplog.text == ""
 
 
 class Unusable(nn.Module):
