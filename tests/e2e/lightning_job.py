@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from ckptd.client.data.position import DataPosition
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
 from tests.e2e.patience import let_memory_come, let_them_come
+from tests.e2e.program import life_parser, optimizer_state
 
 # Both packages are tested; a process uses one. (The parent of all lives imports none of them: see lives.py.)
 PACKAGE = os.environ.get("CKPTD_TEST_LIGHTNING", "lightning.pytorch")
@@ -148,10 +147,7 @@ DATA = {"points": Points, "noisy": NoisyPoints, "stream": Stream}
 def final_state(trainer: Any, module: Model, history: History) -> dict[str, Any]:
     found: dict[str, Any] = {f"param/{n}": p.detach().clone() for n, p in module.named_parameters()}
     found.update({f"buffer/{n}": b.clone() for n, b in module.named_buffers()})
-    optimizer = trainer.optimizers[0]
-    for at, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-        found.update({f"optim/{at}.{k}": v for k, v in optimizer.state[param].items()})
-    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    found |= optimizer_state(trainer.optimizers[0])
     found["scheduler"] = {
         k: v for k, v in trainer.lr_scheduler_configs[0].scheduler.state_dict().items() if not callable(v)
     }
@@ -163,17 +159,10 @@ def final_state(trainer: Any, module: Model, history: History) -> dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--daemon")
-    parser.add_argument("--run")
-    parser.add_argument("--kill-at", type=int, default=-1)
+    parser = life_parser()
     parser.add_argument("--data", default="points", choices=DATA)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--rank", type=int, default=0, help="of two, which meet at --port")
-    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--forget", action="store_true", help="restore without the random state of fetches")
     args = parser.parse_args(argv)
     assert PACKAGE in sys.modules

@@ -9,7 +9,6 @@ import random
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.e2e.lives import join
 from tests.e2e.megatron_on_cpu import install
 from tests.e2e.patience import let_memory_come, let_them_come
+from tests.e2e.program import Losses, life_parser, optimizer_state
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says what it does not find: apex, Transformer Engine
@@ -156,30 +156,12 @@ def final_state(model: Any, optimizer: Any, scheduler: Any, losses: list[float])
     found: dict[str, Any] = {f"param/{n}": p.detach().clone() for n, p in model.module.named_parameters()}
     found.update({f"buffer/{n}": b.clone() for n, b in model.module.named_buffers()})
     for number, part in enumerate(optimizer.chained_optimizers):
-        groups = part.optimizer.param_groups
-        for at, param in enumerate(p for g in groups for p in g["params"]):
-            found[f"optim/{number}.{at}"] = param.detach().clone()
-            state = part.optimizer.state[param].items()
-            found.update({f"optim/{number}.{at}.{k}": v for k, v in state})
-        found[f"groups/{number}"] = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        found.update({f"{number}/{name}": v for name, v in optimizer_state(part.optimizer).items()})
         if getattr(part, "grad_scaler", None) is not None:
             found[f"scaler/{number}"] = part.grad_scaler.state_dict()
     found["scheduler"], found["losses"] = scheduler.state_dict(), losses
     found["rng"], found["tracker"] = capture_rng(), get_cuda_rng_tracker().get_states()
     return found
-
-
-class Losses:
-    """The program's own log."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = list(state["values"])
 
 
 def train(args: argparse.Namespace) -> None:
@@ -229,15 +211,8 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--daemon")
-    parser.add_argument("--run")
-    parser.add_argument("--rank", type=int, required=True, help="of two, which meet at --port")
-    parser.add_argument("--port", type=int, required=True)
+    parser = life_parser()
     parser.add_argument("--total", type=int, default=14)
-    parser.add_argument("--kill-at", type=int, default=-1)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--policy", default="sliding")
     parser.add_argument("--precision", default="bf16", choices=DTYPES)
     parser.add_argument("--optimizer", default="adam", choices=["adam", "sgd"])

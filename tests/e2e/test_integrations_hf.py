@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +17,8 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.lives import Life, Parent, Run, resumed_at
+from tests.e2e.two_ranks import TwoRanks
 from tests.long import long
-from tests.ports import free_ports
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -125,15 +124,7 @@ def test_two_ranks(parent: Parent, tmp_path: Path, daemon: DaemonProcess) -> Non
     """DistributedDataParallel: one rank is killed, the other fails with it, and both come back to
     the same step.
     """
-    name, ports = uuid.uuid4().hex[:8], free_ports(3)
-    alone, first, second = ([("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports)
-    plain = [Life(tmp_path / f"plain{n}.pt", *who) for n, who in enumerate(alone)]
-    runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
-    killed = [runs[0].life(*first[0]), runs[1].life(*first[1], "--kill-at", "7")]
-    resumed = [run.life(*who) for run, who in zip(runs, second, strict=True)]
-    codes = parent.live([[*plain, *killed], resumed])
-    told = "\n".join(life.log for life in (*plain, *killed, *resumed))
-    assert codes == [[0, 0, 1, KILLED], [0, 0]], told
-    for reference, life in zip(plain, resumed, strict=True):
-        assert resumed_at(life.log) in (6, 7), told
-        assert differences(reference.out, life.out) == [], told
+    ranks = TwoRanks(tmp_path, daemon, 7)
+    codes = parent.live([[*ranks.plain, *ranks.killed], ranks.resumed])
+    assert codes == [[0, 0, 1, KILLED], [0, 0]], ranks.told
+    ranks.check((6, 7))

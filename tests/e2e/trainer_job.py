@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from ckptd.client.frameworks.huggingface import CkptdCallback
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
 from tests.e2e.patience import let_memory_come, let_them_come
+from tests.e2e.program import life_parser, optimizer_state
 
 SAMPLES, LENGTH, VOCABULARY = 22, 12, 64
 
@@ -164,10 +163,7 @@ def model() -> MixtralForCausalLM:
 
 def final_state(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    optimizer = trainer.optimizer.optimizer
-    for at, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-        found.update({f"optim/{at}.{k}": v for k, v in optimizer.state[param].items()})
-    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    found |= optimizer_state(trainer.optimizer.optimizer)
     found["scheduler"] = trainer.lr_scheduler.state_dict()
     found["rng"] = capture_rng()
     found["step"] = trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos
@@ -180,21 +176,14 @@ def final_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--daemon")
-    parser.add_argument("--run")
-    parser.add_argument("--kill-at", type=int, default=-1)
+    parser = life_parser()
     parser.add_argument("--save", action="store_true", help="a checkpoint of the Trainer's own")
     parser.add_argument("--kill-in-save", type=int, default=-1)
     parser.add_argument("--resume-from", default="", help="last, or the path of a checkpoint")
     parser.add_argument("--data", default="texts", choices=DATA)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--refetch", action="store_true")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--rank", type=int, default=0, help="of two, which meet at --port")
-    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--forget", action="store_true", help="restore without the random state of fetches")
     args = parser.parse_args(argv)
     if args.port:

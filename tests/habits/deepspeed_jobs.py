@@ -9,7 +9,6 @@ import random
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.e2e.lives import join
+from tests.e2e.program import Losses, life_parser, optimizer_state
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 with warnings.catch_warnings():
@@ -81,30 +81,13 @@ def samples(rank: int) -> DataLoader[tuple[Tensor, ...]]:
 
 def final_state(engine: Any, losses: list[float]) -> dict[str, Any]:
     found: dict[str, Any] = {f"param/{n}": p.detach().clone() for n, p in engine.module.named_parameters()}
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for at, param in enumerate(p for g in inner.param_groups for p in g["params"]):
-        found[f"optim/{at}"] = param.detach().clone()
-        found.update({f"optim/{at}.{k}": v for k, v in inner.state[param].items()})
-    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in inner.param_groups]
+    found |= optimizer_state(getattr(engine.optimizer, "optimizer", engine.optimizer))
     counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
     found["counters"] = {name: getattr(engine, name) for name in counters}
     found["scheduler"] = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     found["losses"] = losses
     found["rng"] = capture_rng()
     return found
-
-
-class Losses:
-    """The program's own log."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = list(state["values"])
 
 
 def train(args: argparse.Namespace) -> None:
@@ -134,15 +117,8 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--daemon")
-    parser.add_argument("--run")
-    parser.add_argument("--rank", type=int, required=True, help="of two, which meet at --port")
-    parser.add_argument("--port", type=int, required=True)
+    parser = life_parser()
     parser.add_argument("--total", type=int, default=14)
-    parser.add_argument("--kill-at", type=int, default=-1)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--one-group", action="store_true")

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.e2e.lives import join
+from tests.e2e.program import Losses, life_parser
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 with warnings.catch_warnings():
@@ -41,7 +42,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, training_a
 from ckptd.client import RunOptions
 from ckptd.client.frameworks.accelerate import checkpointer
 from ckptd.client.frameworks.huggingface import CkptdCallback
-from tests.habits.deepspeed_jobs import LENGTH, VOCABULARY, Losses, Net, final_state
+from tests.habits.deepspeed_jobs import LENGTH, VOCABULARY, Net, final_state
 
 BATCH, MICRO_BATCHES = 2, 3
 
@@ -236,16 +237,9 @@ def through_trainer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--daemon")
-    parser.add_argument("--run")
-    parser.add_argument("--rank", type=int, required=True, help="of two, which meet at --port")
-    parser.add_argument("--port", type=int, required=True)
+    parser = life_parser()
     parser.add_argument("--through", choices=["accelerate", "trainer"], required=True)
     parser.add_argument("--total", type=int, default=16)
-    parser.add_argument("--kill-at", type=int, default=-1)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--configured", action="store_true", help="optimizer and scheduler are DeepSpeed's")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess
-from tests.e2e.lives import Life, Parent, Run, resumed_at
+from tests.e2e.lives import Parent
+from tests.e2e.two_ranks import TwoRanks
 from tests.long import long
-from tests.ports import free_ports
 
 KILL_AT = 9
 pytestmark = [
@@ -54,20 +51,9 @@ def test_resumes_at_the_exact_bits(
     if "--micro-steps" in options:
         options = (*options, "--total", "28")
     kill_at = 2 * KILL_AT + 1 if "--micro-steps" in options else KILL_AT
-    name, ports = uuid.uuid4().hex[:8], free_ports(3)
-    ends = [[("--rank", str(rank), "--port", str(port), *options) for rank in (0, 1)] for port in ports]
-    plain = [Life(tmp_path / f"plain{rank}.pt", *end) for rank, end in enumerate(ends[0])]
-    runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
-    killed = [runs[0].life(*ends[1][0]), runs[1].life(*ends[1][1], "--kill-at", str(kill_at))]
-    resumed = [run.life(*end, "--seed", "9") for run, end in zip(runs, ends[2], strict=True)]
-    codes = parent.live([plain, killed, resumed])
-    told = "\n".join(life.log for life in (*plain, *killed, *resumed))
-    assert codes[0] == [0, 0], told
-    assert codes[1][1] == -signal.SIGKILL, told
-    assert codes[2] == [0, 0], told
-    for reference, life in zip(plain, resumed, strict=True):
-        assert 0 < resumed_at(life.log) <= kill_at, life.log
-        assert differences(reference.out, life.out) == [], life.log
+    ranks = TwoRanks(tmp_path, daemon, kill_at, *options, again=("--seed", "9"))
+    ranks.live(parent)
+    ranks.check(range(1, kill_at + 1))
 
 
 @pytest.mark.parametrize(
