@@ -21,8 +21,7 @@ from enum import StrEnum
 from ckptd.core.bubbles import ActionKind
 from ckptd.core.reroute.list_scheduling import Order, Policy, Route, Timetable
 from ckptd.core.reroute.order_search import ROUNDING, best_of, improve, policies
-from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker
-from ckptd.core.reroute.reroute_bounds import lower_bound_s
+from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker, lower_bound_s
 
 __all__ = ["PlanKind", "PlannedAction", "ReroutePlan", "drop_pipelines", "plan_reroute"]
 
@@ -105,15 +104,6 @@ class ReroutePlan:
         """Micro-batches (pipeline, number) of other pipelines that a worker runs, by their forwards."""
         forwards = [a for a in self.actions(worker) if a.kind is ActionKind.FORWARD]
         return tuple((a.pipeline, a.micro_batch) for a in forwards if a.pipeline != worker[0])
-
-    def most_held(self, worker: tuple[int, int]) -> int:
-        """The most micro-batches whose forward has begun, and whose second phase has not ended."""
-        held = most = 0
-        for action in self.actions(worker):
-            held += action.kind is ActionKind.FORWARD
-            most = max(most, held)
-            held -= action.kind is ActionKind.BACKWARD_WEIGHT
-        return most
 
 
 def plan_reroute(grid: PipelineGrid) -> ReroutePlan:

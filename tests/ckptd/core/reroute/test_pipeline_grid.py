@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.reroute.pipeline_grid import StageCosts, Worker, grid_of_pipelines
-from tests.ckptd.core.reroute.grids import UNIT, grid
+from ckptd.core.reroute.pipeline_grid import StageCosts
+from tests.ckptd.core.reroute.grids import grid
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,3 @@ def test_grids() -> None:
     found = grid(3, 2, 4, (0, 1), (2, 1))
     assert (found.survivors(1), found.whole, found.lost_stages) == ((1,), (1,), ())
     assert grid(1, 2, 4, (0, 1)).lost_stages == (1,)
-
-
-def test_pipelines_must_be_alike() -> None:
-    found = grid_of_pipelines([[UNIT, UNIT]] * 2, [4, 4], [(0, 1)])
-    assert found == grid(2, 2, 4, (0, 1))
-    assert Worker(0, 1) in found.failed
-    with pytest.raises(ValueError, match="pipeline 0 has 2 stages, pipeline 1 has 1"):
-        grid_of_pipelines([[UNIT, UNIT], [UNIT]], [4, 4])
-    with pytest.raises(ValueError, match="pipeline 0 has 4 micro-batches, pipeline 1 has 5"):
-        grid_of_pipelines([[UNIT], [UNIT]], [4, 5])
-    with pytest.raises(ValueError, match="stage 0 costs"):
-        grid_of_pipelines([[UNIT], [StageCosts(2, 1, 1)]], [4, 4])
-    with pytest.raises(ValueError, match="2 pipelines, and 1 numbers"):
-        grid_of_pipelines([[UNIT], [UNIT]], [4])

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ckptd.core.reroute.pipeline_grid import StageCosts
-from ckptd.core.reroute.plan_check import check_plan
 from ckptd.core.reroute.reroute_plan import PlanKind, ReroutePlan, plan_reroute
 from tests.ckptd.core.reroute.grids import grid
+from tests.ckptd.core.reroute.plan_check import check_plan
 
 TIGHT = StageCosts(1, 1, 1, activation_bytes=1, kept_bytes=1, memory_bytes=2)
 

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from ckptd.core.bubbles import ActionKind
-from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts, Worker
-from ckptd.core.reroute.plan_check import check_plan
-from ckptd.core.reroute.reroute_bounds import lower_bound_s
-from ckptd.core.reroute.reroute_plan import PlanKind, drop_pipelines, plan_reroute
+from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts, Worker, lower_bound_s
+from ckptd.core.reroute.reroute_plan import PlanKind, ReroutePlan, drop_pipelines, plan_reroute
 from tests.ckptd.core.reroute.every_order import fastest_s
 from tests.ckptd.core.reroute.grids import UNIT, any_grid, grid, small_grids
+from tests.ckptd.core.reroute.plan_check import check_plan
 
 # Nor can any schedule reach the bound here: two survivors of stage 1 would have to be busy all the time,
 # three micro-batches each, so that stage 2 gets two in each of three units that follow each other, and each
@@ -131,4 +130,14 @@ def test_few_micro_batches_are_told_of() -> None:
 def test_memory_is_what_the_plan_holds() -> None:
     scarce = StageCosts(1, 1, 1, 0.5, activation_bytes=10, kept_bytes=10, memory_bytes=30)
     plan = plan_reroute(grid(2, 3, 8, (0, 1), cost=scarce))
-    assert max(plan.most_held((d, s)) for d in range(2) for s in range(3)) == 3
+    assert max(_most_held(plan, (d, s)) for d in range(2) for s in range(3)) == 3
+
+
+def _most_held(plan: ReroutePlan, worker: tuple[int, int]) -> int:
+    """The most micro-batches whose forward has begun, and whose second phase has not ended."""
+    held = most = 0
+    for action in plan.actions(worker):
+        held += action.kind is ActionKind.FORWARD
+        most = max(most, held)
+        held -= action.kind is ActionKind.BACKWARD_WEIGHT
+    return most

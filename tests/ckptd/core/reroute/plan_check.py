@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ckptd.core.reroute.pipeline_grid import PipelineGrid
-from ckptd.core.reroute.reroute_bounds import lower_bound_s
+from ckptd.core.reroute.pipeline_grid import PipelineGrid, lower_bound_s
 from ckptd.core.reroute.reroute_plan import PlanKind, ReroutePlan
 
 __all__ = ["check_plan", "played_s"]
