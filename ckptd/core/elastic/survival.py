@@ -29,7 +29,6 @@ from ckptd.core.elastic.elastic_types import ExpertPlacement, integers
 __all__ = [
     "Chance",
     "holder_sets",
-    "recovery_by_layer",
     "recovery_probability",
     "sampled_survivors",
     "survivor_counts",
@@ -98,21 +97,6 @@ def recovery_probability(
     if counts is not None:
         return Chance(counts[lost], comb(num_units, lost), exact=True)
     return Chance(sampled_survivors(held_MU, lost, samples, seed), samples, exact=False)
-
-
-def recovery_by_layer(
-    placement: ExpertPlacement,
-    lost: int,
-    *,
-    units: NDArray[np.int64] | None = None,
-    samples: int = SAMPLES,
-    seed: int = 0,
-) -> tuple[Chance, ...]:
-    """``recovery_probability`` of each layer alone; training needs all of them."""
-    layers = (ExpertPlacement(placement.counts[i : i + 1]) for i in range(placement.num_layers))
-    return tuple(
-        recovery_probability(layer, lost, units=units, samples=samples, seed=seed) for layer in layers
-    )
 
 
 # --- the sets --------------------------------------------------------------------------------------------

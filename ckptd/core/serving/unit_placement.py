@@ -90,16 +90,6 @@ class UnitPlacement:
         return homes[-1 - owner] if owner < 0 else owner
 
     @property
-    def total_spread(self) -> int:
-        """By how many units of their own the fullest device exceeds the emptiest, over all layers."""
-        totals = dict.fromkeys(self.devices, 0)
-        for row in self.owners:
-            for owner in row:
-                if owner >= 0:
-                    totals[owner] += 1
-        return max(totals.values()) - min(totals.values())
-
-    @property
     def straggler(self) -> float:
         """The time of a layer as a multiple of that of an even split, if shared units are evenly routed."""
         even = self.units / len(self.devices)

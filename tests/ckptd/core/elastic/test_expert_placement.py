@@ -25,7 +25,7 @@ from ckptd.core.elastic.expert_layout import (
     strict_exists,
 )
 from ckptd.core.elastic.expert_placement import compact, place, spread
-from ckptd.core.elastic.survival import recovery_by_layer, recovery_probability
+from ckptd.core.elastic.survival import recovery_probability
 from ckptd.errors import ElasticError
 from tests.ckptd.core.elastic.bounded import best_above, mean_weights
 from tests.ckptd.core.elastic.dominance import EVERYWHERE, comparisons
@@ -148,7 +148,8 @@ def test_many_layers_survive_as_if_they_were_one() -> None:
     plan = place(allocate(loads, cluster, 2), loads, cluster)
     assert plan.method.startswith("strict")
     joint = recovery_probability(plan.placement, 4).value
-    assert joint == pytest.approx(min(c.value for c in recovery_by_layer(plan.placement, 4)))
+    layers = (ExpertPlacement(plan.placement.counts[i : i + 1]) for i in range(12))
+    assert joint == pytest.approx(min(recovery_probability(layer, 4).value for layer in layers))
     shuffled = [plan.placement.counts[i][rng.permutation(10)] for i in range(12)]
     assert recovery_probability(ExpertPlacement(np.stack(shuffled)), 4).value < joint / 4
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ckptd.core.elastic.elastic_types import ExpertPlacement
 from ckptd.core.elastic.survival import (
     holder_sets,
-    recovery_by_layer,
     recovery_probability,
     survivor_counts,
 )
@@ -46,9 +45,10 @@ def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int32]) -> No
         assert got.exact
         wanted = survivors(counts_LNE, list(range(num_nodes)), lost)
         assert got.ways * comb(num_nodes, lost) == wanted * got.choices
-        layers = recovery_by_layer(placement, lost)
-        for layer, chance in enumerate(layers):
-            alone = survivors(counts_LNE[layer : layer + 1], list(range(num_nodes)), lost)
+        for layer in range(len(counts_LNE)):
+            counts = counts_LNE[layer : layer + 1]
+            chance = recovery_probability(ExpertPlacement(counts), lost)
+            alone = survivors(counts, list(range(num_nodes)), lost)
             assert chance.ways * comb(num_nodes, lost) == alone * chance.choices
 
 

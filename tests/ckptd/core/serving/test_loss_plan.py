@@ -15,7 +15,7 @@ from ckptd.core.serving.request_routing import ServedRequest, route_requests
 from ckptd.core.serving.served_model import UnitKind
 from ckptd.core.serving.server_layout import ServerLayout, place_server
 from ckptd.core.serving.unit_placement import UnitPlacement
-from tests.ckptd.core.serving.models import decoder
+from tests.ckptd.core.serving.models import decoder, total_spread
 
 MIXTURE: dict[str, Any] = {"family": "qwen3_moe", "experts": 5, "expert_columns": 6, "expert_layers": (1,)}
 
@@ -150,7 +150,7 @@ def least_kv(before: ServerLayout, given: list[ServedRequest], n: int) -> int:
     best = None
     for rows in itertools.product(rows_of(before.heads, n), repeat=before.model.layers):
         after = UnitPlacement(tuple(range(n)), rows, before.heads.hybrid)
-        if after.total_spread > 1:
+        if total_spread(after) > 1:
             continue
         units = 0
         for request in given:

@@ -7,7 +7,7 @@ import pytest
 from ckptd.core.serving.request_routing import ServedRequest, route_requests
 from ckptd.core.serving.served_model import UnitKind
 from ckptd.core.serving.server_layout import move_server, place_server
-from tests.ckptd.core.serving.models import decoder
+from tests.ckptd.core.serving.models import decoder, total_spread
 
 
 def test_a_mixture_after_two_losses_and_back() -> None:
@@ -25,7 +25,7 @@ def test_a_mixture_after_two_losses_and_back() -> None:
         assert layout.heads.slots == slots
         assert {p.devices for p in layout.placements.values()} == {layout.devices}
         cyclic = [p for kind, p in layout.placements.items() if kind is not UnitKind.HEAD]
-        assert all(p.total_spread <= 1 for p in cyclic)
+        assert all(total_spread(p) <= 1 for p in cyclic)
     assert layout.devices == tuple(range(8))
 
 

@@ -11,6 +11,7 @@ import pytest
 from scipy.optimize import linprog
 
 from ckptd.core.serving.unit_placement import UnitPlacement, move_units, place_units
+from tests.ckptd.core.serving.models import total_spread
 
 SIZES = [(n, units, layers) for n in range(1, 9) for units in range(1, 11) for layers in (1, 3, 4)]
 
@@ -30,7 +31,7 @@ def check(placement: UnitPlacement) -> None:
         else:
             assert not shared
             assert set(counts) <= {base, base + 1}
-    assert placement.total_spread <= (not placement.hybrid)
+    assert total_spread(placement) <= (not placement.hybrid)
 
 
 def moved(before: UnitPlacement, after: UnitPlacement) -> int:
