@@ -16,12 +16,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import xxhash
 from blake3 import blake3
 
-from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint, build_catalog
+from ckptd.storage.checkpoints.catalog import Catalog, build_catalog
 from ckptd.storage.checkpoints.manifest import MAX_MANIFEST_BYTES, RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import ManifestName, RunName, parse, run_prefix
 from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, ManifestError, RunIdentity
 from ckptd.storage.checkpoints.signing import Signers
-from ckptd.storage.checkpoints.upload_plan import StoredIndex
 from ckptd.storage.image import ImageView, mismatches, verify
 from ckptd.storage.image_format import (
     LENGTH_BYTES,
@@ -38,7 +37,6 @@ __all__ = [
     "SignedStore",
     "SnapshotDamaged",
     "has_its_digest",
-    "index_of",
     "plan_reads",
     "read_catalog",
     "read_head",
@@ -46,7 +44,6 @@ __all__ = [
     "read_image_bytes",
     "read_image_header",
     "read_manifest",
-    "read_manifests",
     "restore_snapshot",
     "vouched_tensors",
 ]
@@ -117,15 +114,6 @@ def read_manifest(store: ObjectStore, key: str) -> RankManifest:
     return manifest
 
 
-def read_manifests(
-    store: ObjectStore, checkpoint: StoredCheckpoint, *, map_fn: MapFunction = map
-) -> dict[int, RankManifest]:
-    """Read the manifests of a checkpoint, by rank; they agree because each belongs to its key."""
-    keys = [checkpoint.manifests[rank].key for rank in sorted(checkpoint.manifests)]
-    found = map_fn(lambda key: read_manifest(store, key), keys)
-    return {manifest.rank: manifest for manifest in found}
-
-
 def read_image_bytes(
     store: ObjectStore,
     snapshot: StoredSnapshot,
@@ -179,18 +167,6 @@ def read_image_header(store: ObjectStore, snapshot: StoredSnapshot) -> bytes:
     if xxhash.xxh3_128_digest(header) != snapshot.header_digest:
         raise _damaged_header(snapshot, len(header))
     return header
-
-
-def index_of(
-    store: ObjectStore, snapshots: Iterable[StoredSnapshot], *, map_fn: MapFunction = map
-) -> StoredIndex:
-    """An index of the tensors of these snapshots, which need not be uploaded again."""
-    index = StoredIndex()
-    wanted = list(snapshots)
-    headers = map_fn(lambda snapshot: read_image_header(store, snapshot), wanted)
-    for snapshot, header in zip(wanted, headers, strict=True):
-        index.add(header, snapshot)
-    return index
 
 
 def restore_snapshot(

@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ckptd.storage.checkpoints.catalog import StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.reader import read_image_header, read_manifest
 from ckptd.storage.checkpoints.sealed_json import RunIdentity
 from ckptd.storage.checkpoints.upload_plan import PartLimits, StoredIndex, UploadPlan, plan_upload
 from ckptd.storage.image import ImageLayout, ImageView, seal
@@ -188,3 +190,16 @@ def window(end: int, *, size: int = 2, **options: object) -> list[Sample]:
 def write_identity(store: ObjectStore, job: str = JOB) -> None:
     identity = RunIdentity(job, RUN, RUN_ID, 1, "ckptd 0.3.0")
     store.put(f"{job}/{RUN}/run.json", [memoryview(identity.to_bytes())])
+
+
+def read_manifests(store: ObjectStore, checkpoint: StoredCheckpoint) -> dict[int, RankManifest]:
+    """The manifests of a checkpoint, by rank."""
+    return {rank: read_manifest(store, entry.key) for rank, entry in checkpoint.manifests.items()}
+
+
+def index_of(store: ObjectStore, snapshots: Iterable[StoredSnapshot]) -> StoredIndex:
+    """An index of the tensors of these snapshots."""
+    index = StoredIndex()
+    for snapshot in snapshots:
+        index.add(read_image_header(store, snapshot), snapshot)
+    return index

@@ -23,10 +23,8 @@ from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, see
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import CheckpointId, ObjectName, parse
 from ckptd.storage.checkpoints.reader import (
-    index_of,
     read_catalog,
     read_manifest,
-    read_manifests,
     restore_snapshot,
 )
 from ckptd.storage.checkpoints.retention import (
@@ -40,7 +38,16 @@ from ckptd.storage.checkpoints.verifier import verify_checkpoint, verify_run
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import ObjectMissing
 from tests.storage.memory_store import SECOND_NS, MemoryStore
-from tests.storage.samples import JOB, RUN, Sample, make_sample, manifest_of, write_identity
+from tests.storage.samples import (
+    JOB,
+    RUN,
+    Sample,
+    index_of,
+    make_sample,
+    manifest_of,
+    read_manifests,
+    write_identity,
+)
 
 GRACE_NS, SETTLE_NS = 400 * SECOND_NS, 120 * SECOND_NS
 ENTRIES = [TensorEntry(f"t{n}", "U8", (200,)) for n in range(4)]

@@ -17,21 +17,29 @@ from ckptd.storage.checkpoints.names import ObjectName
 from ckptd.storage.checkpoints.reader import (
     SPLIT_BYTES,
     SnapshotDamaged,
-    index_of,
     plan_reads,
     read_catalog,
     read_identity,
     read_image_bytes,
     read_image_header,
     read_manifest,
-    read_manifests,
     restore_snapshot,
 )
 from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, Range, Unavailable
 from tests.storage.memory_store import MemoryStore
-from tests.storage.samples import JOB, RUN, RUN_ID, Writer, make_sample, window, write_identity
+from tests.storage.samples import (
+    JOB,
+    RUN,
+    RUN_ID,
+    Writer,
+    index_of,
+    make_sample,
+    read_manifests,
+    window,
+    write_identity,
+)
 
 FROZEN = {"expert.0.w": 1}
 
