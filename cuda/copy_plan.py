@@ -25,7 +25,6 @@ __all__ = [
     "CopyPrediction",
     "SizePoint",
     "choose_copy_plan",
-    "tolerable_delay_us",
 ]
 
 # Thresholds and chunks that are looked at: powers of two.
@@ -177,15 +176,6 @@ class CopyPlan:
         return CopyPrediction(copy_us / 1e6, host_us / 1e6)
 
 
-def tolerable_delay_us(iteration_ms: float, small_copies: int, *, fraction: float = 0.01) -> float:
-    """What each small copy of the model's may wait so that all of an iteration's together cost ``fraction``
-    of it.
-    """
-    if not iteration_ms > 0 or small_copies < 1:
-        raise ValueError(f"an iteration of {iteration_ms} ms with {small_copies} small copies has no bound")
-    return fraction * iteration_ms * 1e3 / small_copies
-
-
 def choose_copy_plan(
     curve: CopyCurve,
     *,
@@ -199,7 +189,7 @@ def choose_copy_plan(
         sizes: of the tensors, in bytes; none: as many bytes of each power of two.
         host_weight: the worth of a microsecond of the training thread in microseconds of the link: 0 where
             it runs ahead of the device, 1 where the device waits for it.
-        delay_us_max: what a small copy of the model's may wait (`tolerable_delay_us`).
+        delay_us_max: what a small copy of the model's may wait.
     Raises:
         ValueError: a size is not above 0.
     """

@@ -122,8 +122,6 @@ class PhasePlan:
     static_offset: int
     static: bytes
     packed: PackedOrder
-    state_keys: dict[str, frozenset[str]]
-    """The known optimizer state of each parameter at the time of planning."""
 
 
 _MOST_ENTRIES = 1 << 16
@@ -191,14 +189,13 @@ def member_bytes(
 class StateTable:
     """The known optimizer state: the part of a plan that its phases have in common.
 
-    ``keys``: of the state tensors of each parameter. What images have in common is made once: thousands of
-    entries of a phase are those of other phases, too, and training waits for a phase's plan.
+    What images have in common is made once: thousands of entries of a phase are those of other phases, too,
+    and training waits for a phase's plan.
     """
 
     specs: Mapping[str, tuple[StateSpec, ...]]
     packed: PackedOrder
     static: bytes
-    keys: dict[str, frozenset[str]]
     buffers: tuple[Entry, ...]
     _rows: dict[str, int] = field(default_factory=dict)
     _entries: dict[tuple[str, int, int, Level, torch.dtype | None], tuple[Entry, ...]] = field(
@@ -221,10 +218,9 @@ class StateTable:
             "scalars": scalars,
             "packed": {SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed.items()},
         }
-        keys = {n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in specs_of.items()}
         planned = binding.buffer_specs.items()
         buffers = tuple(_pair(EntrySource("buffer", n, dtype=kind), shape) for n, (shape, kind) in planned)
-        return cls(specs_of, packed, values.pack(layout, STATIC), keys, buffers)
+        return cls(specs_of, packed, values.pack(layout, STATIC), buffers)
 
     def num_rows(self, binding: LiveState, name: str) -> int:
         """Rows of this parameter on this rank."""
@@ -308,7 +304,6 @@ def build_phase(
         static_offset=layout.offset_of(STATIC),
         static=state.static,
         packed=state.packed,
-        state_keys=state.keys,
     )
 
 

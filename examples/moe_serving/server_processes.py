@@ -6,8 +6,6 @@ The demo and `bench.serving` are built on it.
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -45,13 +43,6 @@ class ServerProcesses(ReroutedHosts):
 
     def told(self, event: str) -> list[Event]:
         return [each for each in read_events(self._events) if each["event"] == event]
-
-    def kill_device(self, rank: int) -> float:
-        """SIGKILL the device's process alone: its host starts another one."""
-        pid = [each["pid"] for each in self.told("settled") if each["rank"] == rank][-1]
-        at = time.time()
-        os.kill(pid, signal.SIGKILL)
-        return at
 
     def until_absent(self, ranks: Collection[int]) -> None:
         """Wait until it serves without exactly these devices."""

@@ -102,10 +102,6 @@ class Admission:
     def __len__(self) -> int:
         return len(self._strangers) + len(self._known) + len(self._leaving)
 
-    @property
-    def num_strangers(self) -> int:
-        return len(self._strangers)
-
     def is_stranger(self, visitor: Hashable) -> bool:
         return visitor in self._strangers
 

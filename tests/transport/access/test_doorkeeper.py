@@ -173,7 +173,7 @@ def test_an_event_that_is_heard_late_costs_the_next_with_its_descriptor_nothing(
         port.door.identified(number, "friend", "127.0.0.1")
         port.hear(3)
         assert not is_cut(friend)
-        assert not port.door._admission.num_strangers
+        assert not port.door._admission._strangers
         assert port.refusals.counts == {"left": 1}
         friend.shutdown(socket.SHUT_RDWR)
         until(lambda: not is_open(number))
@@ -190,14 +190,14 @@ def test_an_end_that_is_heard_late_is_not_that_of_the_next_with_its_descriptor()
         number = port.accepted(gone)
         take_all_below(number, stack)
         port.hear(1)
-        assert port.door._admission.num_strangers == 1
+        assert len(port.door._admission._strangers) == 1
         gone.shutdown(socket.SHUT_RDWR)
         until(lambda: not is_open(number))
         assert port.accepted(friend) == number
         port.door.identified(number, "friend", "127.0.0.1")
         port.hear(2)
         assert len(port.door._admission) == 1
-        assert not port.door._admission.num_strangers
+        assert not port.door._admission._strangers
         assert port.refusals.counts == {"left": 1}
 
 
