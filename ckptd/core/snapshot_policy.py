@@ -38,7 +38,6 @@ __all__ = [
     "SlidingPolicy",
     "SnapshotPolicy",
     "Strides",
-    "levels",
     "policy_for",
 ]
 
@@ -294,17 +293,6 @@ def policy_for(schedule: Schedule) -> SlidingPolicy | AlignedPolicy:
     if schedule.policy is PolicyKind.ALIGNED:
         return AlignedPolicy(schedule)
     return SlidingPolicy(schedule)
-
-
-def levels(schedule: Schedule, iteration: int) -> list[Level]:
-    """The level of each operator in the snapshot of ``iteration``."""
-    recorded = policy_for(schedule).levels_for(iteration)
-    result = [Level.ABSENT] * schedule.num_operators
-    for operator in recorded.compute:
-        result[operator] = Level.COMPUTE
-    for operator in recorded.anchored:
-        result[operator] = Level.ANCHOR
-    return result
 
 
 Phases = tuple[tuple[int, ...], ...]

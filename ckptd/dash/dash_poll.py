@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptd.core.recovery.held import HeldRecords
@@ -78,10 +78,8 @@ class DaemonPoll:
         whole_job: every 10 s ask all nodes of the live runs what they hold.
     """
 
-    def __init__(
-        self, client: ControlClient, *, whole_job: bool = False, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._client, self._whole_job, self._clock = client, whole_job, clock
+    def __init__(self, client: ControlClient, *, whole_job: bool = False) -> None:
+        self._client, self._whole_job = client, whole_job
         self._memory = DashMemory()
         self._seldom_due_s = 0.0
         self._answers: Answers | None = None
@@ -107,7 +105,7 @@ class DaemonPoll:
         peers = ask(m.GetPeers(), m.Peers)
         since = self._memory.events_since(status.boot_id)
         page = ask(m.GetEvents(since=since, limit=_PAGE), m.Events)
-        now_s = self._clock()
+        now_s = time.time()
         if now_s >= self._seldom_due_s:
             self._ask_seldom(status)
             self._seldom_due_s = now_s + SELDOM_S

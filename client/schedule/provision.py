@@ -25,7 +25,7 @@ from ckptd.client.schedule.replica_watch import ReplicaWatch
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.interval_control import IntervalControl
-from ckptd.core.slots.ring import most_slots
+from ckptd.core.slots.ring import most_slots, slots_for_window
 from ckptd.core.switching import Change
 from ckptd.core.window_control import Shortage, SnapshotReading, WindowControl
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -649,7 +649,7 @@ class Provision:
             return
         table = self._memory.table
         span = table.ring_hint.span
-        needed = span + 2 + plan.slack
+        needed = slots_for_window(span, plan.slack)
         longer = needed > table.segments[-1].geometry.num_slots
         if not (longer or crowded) or request.coming or self._making_room() or request.pending:
             return

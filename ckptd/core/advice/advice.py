@@ -84,7 +84,6 @@ def advise(
     conditions: Conditions,
     *,
     memory_bytes: int | None = None,
-    longest_window: int = _WINDOWS,
     losses: NodeLosses | None = None,
 ) -> Advice:
     """Rate sliding, aligned and partial windows of every length, and dense snapshots of every interval, with
@@ -103,7 +102,7 @@ def advise(
     rated: dict[str, list[PolicyOutlook]] = {}
     named: list[tuple[str, PolicyOutlook]] = []
     for each in _by_replicas(conditions, losses):
-        for policy, outlooks in _rated(rank, each, longest_window).items():
+        for policy, outlooks in _rated(rank, each).items():
             rated.setdefault(policy, []).extend(outlooks)
         named += [
             (name, dense_outlook(rank, each, every)) for name, every in _named_intervals(rank, each).items()
@@ -133,11 +132,11 @@ def _by_replicas(conditions: Conditions, losses: NodeLosses | None) -> list[Cond
     return [losses.conditions(replace(conditions, replicas=each)) for each in losses.candidates]
 
 
-def _rated(rank: RankShape, conditions: Conditions, longest: int) -> dict[str, list[PolicyOutlook]]:
+def _rated(rank: RankShape, conditions: Conditions) -> dict[str, list[PolicyOutlook]]:
     named = _named_intervals(rank, conditions)
     every = sorted({*_intervals(named["Gemini's interval"]), *named.values()})
     dense = [dense_outlook(rank, conditions, n) for n in every]
-    return {**_windows(rank, conditions, longest), "dense": dense}
+    return {**_windows(rank, conditions), "dense": dense}
 
 
 def _replica_names(everything: Sequence[PolicyOutlook]) -> list[tuple[str, list[PolicyOutlook]]]:
@@ -160,11 +159,9 @@ def _named_intervals(rank: RankShape, conditions: Conditions) -> dict[str, int]:
     return {name: interval_by(rule, rank, conditions) for name, rule in _NAMED.items()}
 
 
-def _windows(
-    rank: RankShape, conditions: Conditions, longest: int = _WINDOWS
-) -> dict[str, list[PolicyOutlook]]:
+def _windows(rank: RankShape, conditions: Conditions) -> dict[str, list[PolicyOutlook]]:
     """Sliding, aligned, partial and selected snapshots in windows of every length, by policy."""
-    longest = max(1, min(longest, len(rank.operators)))
+    longest = max(1, min(_WINDOWS, len(rank.operators)))
     # Partial: of every window in which each snapshot has an expert of a layer.
     layers = Counter(op.layer for op in rank.operators if op.kind is OperatorKind.EXPERT)
     experts = min(longest, rank.experts_here or longest, max(layers.values(), default=0))

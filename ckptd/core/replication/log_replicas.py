@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ckptd.core.replication.replicas import Admit, Deny
 from ckptd.core.replication.replicator import Replicator
-from ckptd.core.replication.target import Effect, Event, ReplicationConfig
+from ckptd.core.replication.target import Effect, Event
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.core.slots.slots import NO_EPOCHS, Note, SlotRecord, epoch_table
 
@@ -35,8 +35,8 @@ __all__ = [
 class LogReplicator(Replicator):
     """Sends one rank's boundary log to its targets."""
 
-    def __init__(self, config: ReplicationConfig | None = None) -> None:
-        super().__init__(config, independent=True)
+    def __init__(self) -> None:
+        super().__init__(independent=True)
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """As `Replicator.handle`, but that of the snapshots alone notes the loss of a peer."""
