@@ -393,7 +393,7 @@ class LoopSide:
             self._follow(found)
         self._counter.enabled = True
         if recorder is not None:
-            recorder.replayed()
+            recorder.forget_updates()
             if replay.mismatches:
                 recorder.break_chain()
         if self._when_exact is not None:

@@ -323,7 +323,7 @@ class Recorder:
         self._note_idle()
         if pace.steps <= _WATCHED_STEPS:
             self.watch()
-        self._forget_updates()
+        self.forget_updates()
         self._report(step)
         pace.boundary_over(time.perf_counter())
 
@@ -425,7 +425,7 @@ class Recorder:
         """Something failed in the middle: drop the open snapshot, and let the chain begin anew."""
         self._chain.cut()
         # After a failed top, the next one would count its optimizer's updates together with this one's.
-        self._forget_updates()
+        self.forget_updates()
         if self._capture is not None:
             self._capture.abort()
 
@@ -464,11 +464,8 @@ class Recorder:
         if self._changes is not None:
             self._changes.resume(last, ordinal, stride)
 
-    def replayed(self) -> None:
-        """The state is dense again: updates of replayed steps do not count."""
-        self._forget_updates()
-
-    def _forget_updates(self) -> None:
+    def forget_updates(self) -> None:
+        """Updates so far count no more: a step has ended or failed, or a replay has made the state dense."""
         self._stepped = False
         self._updates.clear()
 

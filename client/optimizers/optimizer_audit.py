@@ -146,7 +146,7 @@ class KeptState:
         self._volatile: set[tuple[str, str]] = set()
         self._warned = False
         self._num_generators = 0
-        self._check: Callable[[Mapping[str, Any]], None] | None = None
+        self._check: Callable[[Mapping[str, Any]], object] | None = None
         self._baseline: Baseline | None = None
         try:
             self._baseline = self._walk()[1]
@@ -274,7 +274,7 @@ class KeptState:
         self._walk()
         return self._num_generators > 0
 
-    def check_also(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+    def check_also(self, check: Callable[[Mapping[str, Any]], object]) -> None:
         """From now on `gather` calls ``check``, which may raise `NotCapturable`."""
         self._check = check
 

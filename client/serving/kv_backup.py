@@ -209,7 +209,7 @@ class KvBackup:
             heads: layer, head and KV (``[2, capacity, head_dim]``) of those that this device computes for the
                 request; called if there is something to copy.
         """
-        self._collect()
+        self.collect()
         have = self.index.blocks_of(request)
         while (have + 1) * self.block_tokens <= computed:
             number = self.index.reserve(request)
@@ -252,7 +252,8 @@ class KvBackup:
     def _digest(self, offset: int, tag: int) -> int:
         return xxhash.xxh3_64_intdigest(self._bytes[offset : offset + self._block_bytes], seed=tag)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Notice copies that have ended: what they finished is in `fresh`."""
         while self._written:
             tag, offset, done, failed = self._written.popleft()
             heads = self.geometry.kv_heads
@@ -270,7 +271,7 @@ class KvBackup:
         """
         if self._open > len(self._written):
             self._worker.call(lambda: None, _DRAIN_S)
-        self._collect()
+        self.collect()
 
     def keep(self, request: str, tokens: int) -> None:
         """Tokens of a request from here on are computed again."""
@@ -286,10 +287,6 @@ class KvBackup:
         self.index.end(request)
 
     # -- copies of other nodes --------------------------------------------------------------------
-
-    def collect(self) -> None:
-        """Notice copies that have ended: what they finished is in `fresh`."""
-        self._collect()
 
     def is_of(self, block: int, tag: int) -> bool:
         """Whether a block with this tag is still of a request."""

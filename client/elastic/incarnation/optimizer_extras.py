@@ -49,14 +49,6 @@ class OptimizerExtras:
         """True if only some ranks have this parameter or buffer, or each has another part of it."""
         return self._layers.expert_of(name) is not None or self._layers.shard_of(name) is not None
 
-    def check(self, kept: Mapping[str, Any]) -> None:
-        """Check that an incarnation of other ranks can load a snapshot with this state.
-
-        Raises:
-            NotCapturable: it cannot; with the path of the value.
-        """
-        self.fitted(kept)
-
     def fitted(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """The same state for this rank: a list of parameters becomes the list of its own.
 

@@ -351,7 +351,7 @@ class ElasticJob:
             self._compare_program(checkpointer, recorded, here, from_script=from_script)
         if not checkpointer.off:
             # Before the first snapshot: one that other ranks could not load is not taken.
-            checkpointer._binding.kept.check_also(whole.extras.check)
+            checkpointer._binding.kept.check_also(whole.extras.fitted)
         self.seconds["attach_s"] = time.perf_counter() - began
         memory = checkpointer._memory
         self._background = BackgroundTasks(
