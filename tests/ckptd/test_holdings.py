@@ -8,29 +8,13 @@ import msgspec
 import pytest
 
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
+from ckptd.core.slots.segment_format import pack_slot_header
 from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import begun_epochs, held_from_segments, newest_history, operators_id
 from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen
+from tests.ckptd.memory.fresh import HEADER
 from tests.ckptd.running import descriptor
-
-HEADER = SlotHeader(
-    state=SlotState.SEALED,
-    iteration=41,
-    previous=40,
-    image_len=12345,
-    sequence=7,
-    layout_id=9,
-    filled_at_ns=11,
-    sealed_at_ns=12,
-    writer_pid=4321,
-    phase=3,
-    header_digest=bytes(range(16)),
-    digest_ns=99,
-    epoch_start=38,
-    epoch=6,
-)
 
 
 def segment(header: bytes, *, anchors: bytes = b"\x05") -> HeldSegment:
@@ -59,7 +43,7 @@ def test_a_nodes_holdings_become_records() -> None:
         previous=40,
         sequence=7,
         image_len=12345,
-        layout_id=9,
+        layout_id=HEADER.layout_id,
         anchors=0b101,
         phase=3,
         epoch=6,

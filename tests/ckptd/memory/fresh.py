@@ -11,8 +11,9 @@ from ckptd.core.slots.segment_format import (
     plan_geometry,
     write_prologue,
 )
+from ckptd.core.slots.slots import SlotState
 
-__all__ = ["DESCRIPTOR", "make", "put_header"]
+__all__ = ["DESCRIPTOR", "HEADER", "make", "put_header"]
 
 DESCRIPTOR = SegmentDescriptor(
     job="demo",
@@ -27,6 +28,23 @@ DESCRIPTOR = SegmentDescriptor(
     window=4,
     num_operators=100,
     client=b"\x81\xa1a\x01",
+)
+
+HEADER = SlotHeader(
+    state=SlotState.SEALED,
+    iteration=41,
+    previous=40,
+    image_len=12345,
+    sequence=7,
+    layout_id=2**64 - 1,
+    filled_at_ns=11,
+    sealed_at_ns=12,
+    writer_pid=4321,
+    phase=3,
+    header_digest=bytes(range(16)),
+    digest_ns=99,
+    epoch_start=38,
+    epoch=6,
 )
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
-from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -25,18 +25,11 @@ from ckptd.core.slots.segment_format import (
     read_prologue,
 )
 from ckptd.core.slots.slots import SlotState
-from ckptd.event_log import EventLog
-from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_digests import SealVerdict, seal_slot
-from ckptd.node.peering import Peering
 from ckptd.node.reservations import _slots_for
-from ckptd.node.service import Service
-from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.transport import messages as m
-from ckptd.workers import Workers
-from tests.ckptd.node.test_service import NoWatcher
+from tests.ckptd.node.one_service import OneService
 from tests.ckptd.running import descriptor, eventually, fill, state_of
 
 MIB = 1 << 20
@@ -46,25 +39,11 @@ KINDS = [kind for kind in get_args(get_type_hints(SegmentDescriptor)["kind"]) if
 READER, OTHER = b"r0", b"r1"
 
 
-@dataclass
-class Setting:
+class Setting(OneService):
     """Ranks 0 and 1 of a run on one node; rank 0 reads what rank 1 has."""
 
-    service: Service
-    peering: Peering
-    store: SegmentStore
-    workers: Workers
-    events: EventLog
-    answers: list[m.Reply] = field(default_factory=list)
-
     def ask(self, message: m.Message, by: bytes = READER) -> m.Reply:
-        self.service.handle(by, message, self.answers.append)
-        eventually(lambda: self.collected() and bool(self.answers), "an answer")
-        return self.answers.pop()
-
-    def collected(self) -> bool:
-        self.workers.collect()
-        return True
+        return super().ask(message, by)
 
     def attach(self, by: bytes = READER) -> m.Attached:
         rank = 0 if by == READER else 1
@@ -110,18 +89,9 @@ def wanted(segment: Segment, *, kind: str = "", rank: int = 1, name: str = "", n
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Iterator[Setting]:
-    config, events = DaemonConfig(), EventLog(1000)
-    store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
-    workers = Workers("test", 1, 100, lambda: None)
-    housekeeper = Housekeeper(config, store, events, workers, workers, None)
-    node = NodeContext(config, store, events, lambda work: work())
-    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubts.add)
-    service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
-    found = Setting(service, peering, store, workers, events)
-    found.attach()
-    yield found
-    peering.close()
-    workers.close(5.0)
+    with closing(Setting(tmp_path, DaemonConfig())) as found:
+        found.attach()
+        yield found
 
 
 @pytest.mark.parametrize("kind", KINDS)

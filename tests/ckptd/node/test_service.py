@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -21,18 +21,14 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.core.slots.slots import SlotState
 from ckptd.ctl import daemon_commands
-from ckptd.event_log import EventLog
-from ckptd.memory.housekeeping import Housekeeper, SlotListener
+from ckptd.memory.housekeeping import SlotListener
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import Purpose, SegmentStore
+from ckptd.memory.segment_store import Purpose
 from ckptd.memory.slot_digests import SealVerdict, seal_slot
-from ckptd.node.peering import Peering
-from ckptd.node.service import Service
-from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.transport import messages as m
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 from tests.ckptd.memory.fresh import put_header
+from tests.ckptd.node.one_service import OneService
 from tests.ckptd.running import descriptor, eventually, fill, state_of
 from tests.ckptd.snapshots import snapshot_of
 
@@ -40,19 +36,6 @@ MIB = 1 << 20
 RANK = RankKey("job", "run", 0)
 
 TOKEN = b"of this process"
-
-
-class NoWatcher:
-    """Processes cannot be watched here."""
-
-    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
-        return False
-
-    def has_ended(self, pid: int) -> bool:
-        return False
-
-    def forget(self, pid: int) -> None:
-        """There is nothing."""
 
 
 class Heard(SlotListener):
@@ -69,24 +52,10 @@ class Heard(SlotListener):
         self.logs.append(segment)
 
 
-@dataclass
-class Setting:
-    service: Service
-    peering: Peering
-    store: SegmentStore
-    workers: Workers
-    heard: Heard
-    answers: list[m.Reply] = field(default_factory=list)
-
-    def ask(self, message: m.Message) -> m.Reply:
-        self.service.handle(b"t", message, self.answers.append)
-
-        def answered() -> bool:
-            self.workers.collect()
-            return bool(self.answers)
-
-        eventually(answered, "an answer")
-        return self.answers.pop()
+class Setting(OneService):
+    def __init__(self, folder: Path, config: DaemonConfig) -> None:
+        self.heard = Heard()
+        super().__init__(folder, config, self.heard)
 
     def attach(self, needed_bytes: int = 8 * MIB) -> m.Reply:
         self.ask(m.Hello("1", os.getpid()))
@@ -108,17 +77,8 @@ def descriptor_of(run: str = "run", kind: Kind = "snapshots") -> SegmentDescript
 @pytest.fixture
 def setting(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setting]:
     """With a parameter: whether users are kept apart."""
-    config, events = DaemonConfig(isolate_users=getattr(request, "param", False)), EventLog(100)
-    store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
-    workers = Workers("test", 1, 100, lambda: None)
-    heard = Heard()
-    housekeeper = Housekeeper(config, store, events, workers, workers, None, heard)
-    node = NodeContext(config, store, events, lambda work: work())
-    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubts.add)
-    service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
-    yield Setting(service, peering, store, workers, heard)
-    peering.close()
-    workers.close(5.0)
+    with closing(Setting(tmp_path, DaemonConfig(isolate_users=getattr(request, "param", False)))) as found:
+        yield found
 
 
 def test_a_generation_that_is_given_back_is_told_at_once(

@@ -17,22 +17,8 @@ from ckptd.client.pipeline.rerouted_stage import ReroutedStage, micro_batch_seed
 from ckptd.core.reroute.reroute_plan import ReroutePlan, plan_reroute
 from tests.ckptd.core.reroute.grids import grid
 from tests.client.pipeline.reroute_ranks import ROWS, WIDTH, Life, Part, loss_of, played
+from tests.client.rerouting.undisturbed import assert_equal
 from tests.long import long_since
-
-
-def _assert_equal(found: Any, wanted: Any, where: str) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        for key in wanted:
-            _assert_equal(found[key], wanted[key], f"{where} {key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), where
-        for number, pair in enumerate(zip(found, wanted, strict=True)):
-            _assert_equal(*pair, f"{where} {number}")
-    else:
-        assert found == wanted, where
 
 
 def _same_bits(life: Life, folder: Path) -> None:
@@ -43,7 +29,7 @@ def _same_bits(life: Life, folder: Path) -> None:
     for worker, state in found.items():
         wanted = undisturbed[worker]
         for key in ("model", "optimizer", "draw"):
-            _assert_equal(state[key], wanted[key], f"{worker} {key}")
+            assert_equal(state[key], wanted[key], f"{worker} {key}")
     for iteration in range(life.iterations):
         losses = [_of_all(each, iteration) for each in (found, undisturbed)]
         if iteration < life.hole:

@@ -15,10 +15,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ckptd.client.capture.step_state import Stateful
 from ckptd.client.rerouting.rerouted_training import ReroutedTraining
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts
 
-__all__ = ["HOLD", "ITERATIONS", "MICRO_BATCHES", "SEED", "batch", "loss_of", "optimizer_of", "stage_of"]
+__all__ = [
+    "HOLD",
+    "ITERATIONS",
+    "MICRO_BATCHES",
+    "SEED",
+    "batch",
+    "loss_of",
+    "optimizer_of",
+    "stage_of",
+    "training_of",
+]
 
 WIDTH, ROWS, MICRO_BATCHES, SEED = 8, 3, 4, 5
 ITERATIONS, HOLD = 10, 5
@@ -45,6 +56,21 @@ def batch(iteration: int, pipeline: int, micro_batch: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator)
 
 
+def training_of(
+    rank: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Stateful]
+) -> ReroutedTraining:
+    rows = torch.zeros(ROWS, WIDTH)
+    return ReroutedTraining(
+        module,
+        optimizer,
+        PipelineGrid(2, (StageCosts(1, 1, 1, 0.5, 0.1),) * 2, MICRO_BATCHES),
+        examples=(rows.clone().requires_grad_(rank % 2 > 0), rows.clone().requires_grad_()),
+        loss_fn=loss_of,
+        state=state,
+        seed=SEED,
+    )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder, rank = Path(os.environ["FOLDER"]), int(os.environ["RANK"])
@@ -53,16 +79,7 @@ def main() -> None:
     dies_at = its_iteration if first_life and rank == victim else -1
     module = stage_of(rank % 2 if first_life else 77)  # it has to get its state from elsewhere
     optimizer, schedule = optimizer_of(module)
-    rows = torch.zeros(ROWS, WIDTH)
-    training = ReroutedTraining(
-        module,
-        optimizer,
-        PipelineGrid(2, (StageCosts(1, 1, 1, 0.5, 0.1),) * 2, MICRO_BATCHES),
-        examples=(rows.clone().requires_grad_(rank % 2 > 0), rows.clone().requires_grad_()),
-        loss_fn=loss_of,
-        state={"schedule": schedule},
-        seed=SEED,
-    )
+    training = training_of(rank, module, optimizer, {"schedule": schedule})
     (folder / f"lives{rank}").touch()
 
     def data(iteration: int, pipeline: int, micro_batch: int, *, sign: int) -> Tensor:

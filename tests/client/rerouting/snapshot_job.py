@@ -22,23 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptd.client.capture.step_state import Stateful
 from ckptd.client.options import DaemonOptions
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.start import Resumption
-from ckptd.client.rerouting.rerouted_training import ReroutedTraining
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.train_loop import LoopSide
-from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts
 from tests.client.rerouting.rerouted_job import (
     MICRO_BATCHES,
-    ROWS,
-    SEED,
-    WIDTH,
     batch,
-    loss_of,
     optimizer_of,
     stage_of,
+    training_of,
 )
 
 __all__ = ["HOLD", "ITERATIONS", "Drawn", "begin_draws", "draw"]
@@ -96,18 +90,9 @@ def main() -> None:
     # In each life its own: it has to get its state from elsewhere.
     module = stage_of(rank % 2 if life == 1 else 50 + 10 * life + rank)
     optimizer, schedule = optimizer_of(module)
-    drawn, rows = Drawn(), torch.zeros(ROWS, WIDTH)
-    state: dict[str, Stateful] = {"schedule": schedule, "drawn": drawn}
+    drawn = Drawn()
     begin_draws(rank % 2 if life == 1 else 50)
-    training = ReroutedTraining(
-        module,
-        optimizer,
-        PipelineGrid(2, (StageCosts(1, 1, 1, 0.5, 0.1),) * 2, MICRO_BATCHES),
-        examples=(rows.clone().requires_grad_(rank % 2 > 0), rows.clone().requires_grad_()),
-        loss_fn=loss_of,
-        state=state,
-        seed=SEED,
-    )
+    training = training_of(rank, module, optimizer, {"schedule": schedule, "drawn": drawn})
     daemon = DaemonOptions(endpoint=os.environ[f"ENDPOINT{rank}"], replicas=int(os.environ["REPLICAS"]))
     training.protect("stages", daemon=daemon)
 

@@ -39,28 +39,11 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
-from tests.ckptd.memory.fresh import DESCRIPTOR, make
+from tests.ckptd.memory.fresh import DESCRIPTOR, HEADER, make
 from tests.simulation.model import Hint
 from tests.simulation.torn_hints import mixtures
 
 pytestmark = pytest.mark.usefixtures("unvalidated")
-
-HEADER = SlotHeader(
-    state=SlotState.SEALED,
-    iteration=41,
-    previous=40,
-    image_len=12345,
-    sequence=7,
-    layout_id=2**64 - 1,
-    filled_at_ns=11,
-    sealed_at_ns=12,
-    writer_pid=4321,
-    phase=3,
-    header_digest=bytes(range(16)),
-    digest_ns=99,
-    epoch_start=38,
-    epoch=6,
-)
 
 
 def test_geometry_is_aligned() -> None:
