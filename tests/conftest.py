@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -73,3 +74,9 @@ def transcript(request: pytest.FixtureRequest) -> Callable[[str, Driver], None]:
     """Plays a transcript of ``tests/testdata`` and compares it with what is written there."""
     update = bool(request.config.getoption("--update-golden"))
     return lambda name, driver: compare(name, driver, update=update)
+
+
+@pytest.fixture
+def run() -> str:
+    """The name of a run that no other test has."""
+    return uuid.uuid4().hex[:8]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.e2e.harness import DaemonProcess
 
@@ -26,3 +27,11 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield daemon.endpoint
     finally:
         shutil.rmtree(segments)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -32,11 +32,6 @@ EXPERT = "blocks.0.moe.experts.1"
 AUDITS = 5  # of one training
 
 
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
-
-
 def options(run: str, window: int, *more: str) -> tuple[str, ...]:
     return ("--total", str(TOTAL), "--run", run, "--set", f"window={window}", *more)
 

@@ -12,7 +12,6 @@ import random
 import shutil
 import socket
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +38,6 @@ from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.option_groups import grouped
 
 TOTAL = "15"
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ same iteration.
 
 from __future__ import annotations
 
-import uuid
-
 import pytest
 
 from ckptd.core.slots.slots import SlotState
@@ -18,11 +16,6 @@ from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import KILL_AT, Ranks, story
 
 RANKS = range(2)
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 @pytest.mark.slow

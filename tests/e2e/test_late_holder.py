@@ -10,9 +10,6 @@ from tests.ckptd.nodes import Net
 from tests.e2e.compare import differences
 from tests.e2e.harness import Jobs
 from tests.e2e.ranks import KILL_AT, Ranks
-from tests.e2e.test_distributed import run
-
-__all__ = ["run"]
 
 _ALONE = ("--set", "replicas=0")
 

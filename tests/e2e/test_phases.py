@@ -11,11 +11,8 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import Ranks, story
-from tests.e2e.test_distributed import run
 from tests.e2e.test_switch import changed_at
 from tests.long import long
-
-__all__ = ["run"]
 
 ODD_AT = 6
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import uuid
 from pathlib import Path
-
-import pytest
 
 from ckptd.transport.messages import GetSnapshots, ReplayFailure, Snapshots
 from tests.ckptd.running import eventually
@@ -34,11 +31,6 @@ LONG_RING = (
     *("--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain"),
 )
 FIRST, SECOND = "This is the first failure", "Two replays had the same result"
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 def fails(jobs: Jobs, *options: str, case: str = "plain", daemon: str | None = None) -> str:

@@ -9,9 +9,6 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import KILL_AT, Ranks
-from tests.e2e.test_distributed import run
-
-__all__ = ["run"]
 
 _BROKEN_AT = KILL_AT - 3
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.slow
 EACH_CAPTURES = ("--set", "capture_once=false")
 PEERS = ("--memory", "256MiB", "--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain")
 SAYS = ("replicas_differ", "replicas_diverged")
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 @pytest.fixture

@@ -11,10 +11,7 @@ import pytest
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import Ranks, story
-from tests.e2e.test_distributed import run
 from tests.long import long
-
-__all__ = ["run"]
 
 TOTAL = 800
 # Rank 1's copies stall it: dense ones for a good part of a step, half of them for less.

@@ -8,7 +8,6 @@ of it with the newest one.
 from __future__ import annotations
 
 import re
-import uuid
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,6 @@ from tests.e2e.test_quarantine import FIRST, SECOND, fails, failures
 KILL_AT, TOTAL = 11, 15
 WINDOW_1 = ("--set", "window=1", "--total", str(TOTAL))
 KILLED = ("--kill-at", str(KILL_AT), "--kill-point", "after", "--kill-delay-ms", "500")
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 def sealed(daemon: DaemonProcess, run: str, rank: int = 0) -> dict[int, Path]:

@@ -5,12 +5,11 @@ Lightning's pages have it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -18,17 +17,13 @@ from torch.utils.data import DataLoader
 from ckptd.client.frameworks.lightning import CkptdCallback
 from tests.habits.leaves import names_of
 from tests.habits.life import Life
+from tests.habits.lightning_fits import Module
 from tests.habits.pipelines import BATCH, WIDTH, Augmented
 
 __all__ = ["main"]
 
 
-class Sharded(pl.LightningModule):  # type: ignore[misc]
-    def __init__(self, life: Life, callback: CkptdCallback) -> None:
-        super().__init__()
-        self._told = [(life, callback)]
-        self._begun = False
-
+class Sharded(Module):
     def configure_model(self) -> None:
         torch.manual_seed(4)  # all ranks shard the same weights
         self.layers = nn.Sequential(nn.Linear(WIDTH, 12), nn.Dropout(0.1), nn.Linear(12, WIDTH))
@@ -37,19 +32,6 @@ class Sharded(pl.LightningModule):  # type: ignore[misc]
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(self.layers, mesh=mesh)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        life, callback = self._told[0]
-        if not self._begun and callback.checkpointer is not None:
-            self._begun = True
-            life.follow(callback.checkpointer)
-        life.top(self.trainer.global_step)
-        life.batch(batch)
-        loss: Tensor = (self.layers(batch) - batch).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def main(argv: Sequence[str]) -> None:

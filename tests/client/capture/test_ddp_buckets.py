@@ -7,7 +7,7 @@ That it decides about bits with three ranks is shown end to end (``tests/e2e/tes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ckptd.client.capture.ddp_buckets import Buckets, Layout
 from ckptd.client.ranks.collectives import Collectives
 from tests.client.gloo_ranks import run_in_ranks
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 class Crossed(nn.Module):
     """Uses its layers in another order than it has them: rebuilt buckets differ from the first ones."""
@@ -35,14 +37,6 @@ class Crossed(nn.Module):
         for i in (2, 0, 3, 1):
             x = self.layers[i](x)
         return x
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make(**options: Any) -> DistributedDataParallel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -192,11 +191,6 @@ class Trained(Job):
         replay.load_tensors()
         replay.begin_first_step()
         return fresh
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 @pytest.fixture

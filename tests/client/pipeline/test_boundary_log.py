@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,11 +106,6 @@ class Trained:
         """As soon as all that was filled is sealed."""
         eventually(lambda: not self.unsealed(), "everything is sealed")
         return LogReader(self.paths)
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -81,13 +79,6 @@ def test_one_sum_is_near_but_has_other_bits(tmp_path: Path) -> None:
 
 
 # -- what is refused: one worker, in this process --------------------------------------------------------
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _one(part: nn.Module | None = None, **more: Any) -> ReroutedStage:

@@ -7,14 +7,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
@@ -46,13 +44,6 @@ class Counting(nn.Module):
         return out
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @contextlib.contextmanager
 def noting(told: list[str], who: str = "") -> Iterator[None]:
     told.append(f"{who}begin")
@@ -74,14 +65,14 @@ def run_two_steps(model: Counting, kind: Any = ScheduleGPipe) -> list[str]:
     return told
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 def test_the_rehearsal_is_told_from_the_micro_batches() -> None:
     """The second step has nothing to find out, and after the tap is gone nothing is told."""
     told = run_two_steps(Counting())
     assert told == ["begin", "call", "end", "call", "call", "begin", "end", *["call"] * 4]
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 def test_the_rehearsal_of_an_older_torch_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the method has another name, and stands in the class for a single stage: the tap found
     nothing and said nothing.
@@ -124,7 +115,7 @@ def test_a_torch_that_does_it_in_none_of_these_ways_is_told_of_once(
     _warn_unknown.cache_clear()
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 def test_pipelining_may_be_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpointer was created first, and the tap did nothing. Two of them: each is told, and
     leaves no finder behind.
@@ -194,7 +185,7 @@ def test_the_calls_of_a_container_are_those_of_its_children() -> None:
     assert callables_of(parts[1]) == [parts[1]]
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("alone")
 def test_a_wrapper_goes_on_sending_buffers_or_not_as_it_did() -> None:
     """A new DDP wrapper broadcasts buffers in its first forward. In a pipeline, whose forwards are
     in ``no_sync``, none does.

@@ -4,7 +4,6 @@ daemon that it starts itself.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +44,3 @@ def jobs(tmp_path: Path) -> Jobs:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The end of a job that knows nothing of ckptd."""
     return Jobs(tmp_path_factory.mktemp("reference"), "none").run("plain", "--total", str(TOTAL))
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex[:8]
