@@ -54,15 +54,6 @@ class NodeMapping:
     node_of: Ints
     fetched_bytes: Ints
 
-    @property
-    def max_bytes(self) -> int:
-        """The largest fetch of a node."""
-        return int(self.fetched_bytes.max())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.fetched_bytes.tolist())
-
     def apply(self, plan: ExpertPlacement) -> ExpertPlacement:
         """The plan, with its nodes in the order of the cluster's."""
         counts = np.empty_like(plan.counts)

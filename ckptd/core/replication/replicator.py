@@ -126,11 +126,6 @@ class Replicator:
         return Interval(max(run.first for run in runs), min(run.last for run in runs))
 
     @property
-    def replicated_up_to(self) -> int:
-        """The newest iteration up to which all of them are current; -1: none yet."""
-        return self.replicated.last
-
-    @property
     def aim(self) -> Interval:
         """What may become the next floor once this rank promises it; see `word`."""
         return self._copies.aim

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ckptd.core.serving.request_routing import ServedRequest
 from ckptd.core.serving.served_model import ServedModel, UnitKind
 from ckptd.core.serving.unit_placement import UnitPlacement, move_units, place_units
 
@@ -43,16 +42,6 @@ class ServerLayout:
             self.model.unit_bytes(kind)
             * sum(len(placed.weights_of(device, layer)) for layer in range(placed.layers))
             for kind, placed in self.placements.items()
-        )
-
-    def kv_bytes(self, device: int, requests: Iterable[ServedRequest]) -> int:
-        """KV on a device: of all its heads, and of shared heads for requests that are computed there."""
-        mine = sum(len(self.heads.owned(device, layer)) for layer in range(self.heads.layers))
-        return sum(
-            request.tokens
-            * self.model.kv_token_bytes
-            * (mine + self.heads.layers * request.homes.count(device))
-            for request in requests
         )
 
 

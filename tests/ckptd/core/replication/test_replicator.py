@@ -164,7 +164,7 @@ class TestOrder:
         driven.feed(table(2, 3))
         assert driven.sent == [("a", 2), ("a", 3)]
         assert driven.core.current_up_to("a") == 3
-        assert driven.core.replicated_up_to == -1
+        assert driven.core.replicated.last == -1
         assert driven.core.lag("b") == (2, 200)
         assert driven.core.lag("a") == (0, 0)
 
@@ -326,7 +326,7 @@ class TestRefusals:
         assert core.handle(OpenRefused("a", 0, "quota", "still"), now_s=6) == []
         core.handle(Tick(), now_s=100)
         core.handle(TargetOpened("a", 0, 1, ()), now_s=100)
-        assert core.replicated_up_to == -1
+        assert core.replicated.last == -1
 
     @pytest.mark.parametrize("code", ["busy", "quota", "other"])
     def test_where_another_generation_is_refused_the_open_one_goes_on(self, code: str) -> None:
@@ -472,14 +472,14 @@ class TestEpochs:
         driven.sent.clear()
         driven.feed(Slots((snapshot(3), snapshot(4, epoch=1, start=3)), W))
         assert driven.sent == [("a", 4)]
-        assert driven.core.replicated_up_to == 4
+        assert driven.core.replicated.last == 4
 
     def test_the_same_epoch_again_changes_nothing(self) -> None:
         driven = driven_to("a")
         driven.feed(Joined(1, 3))
         driven.feed(table(2, 3))
         assert driven.feed(Joined(1, 3)) == []
-        assert driven.core.replicated_up_to == 3
+        assert driven.core.replicated.last == 3
 
 
 def test_without_targets_the_primary_is_the_promised_copy() -> None:
