@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptd.storage.stores.store_base import public_url
 
@@ -35,6 +35,7 @@ _PORT_MAX = 65_535
 _NAME = "[A-Za-z0-9._-]{1,64}"
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
+_NumberT = TypeVar("_NumberT", int, float)
 
 
 def parse_bytes(text: str) -> int:
@@ -62,19 +63,9 @@ def _memory_value(text: str) -> str:
     return text.strip()
 
 
-def _number_value(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = float(text)
-        if not low <= value <= high:
-            raise ValueError("out of range")
-        return value
-
-    return parse
-
-
-def _integer_value(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
+def _within(kind: type[_NumberT], low: float, high: float) -> Callable[[str], _NumberT]:
+    def parse(text: str) -> _NumberT:
+        value = kind(text)
         if not low <= value <= high:
             raise ValueError("out of range")
         return value
@@ -326,26 +317,26 @@ class DaemonConfig:
     encrypted if both nodes have this setting; anybody on the network can then read and change the
     snapshots. With peer_security = plain nothing is encrypted."""
 
-    peer_data_port: int = _key(0, _integer_value(0, _PORT_MAX), "0 to 65535")
+    peer_data_port: int = _key(0, _within(int, 0, _PORT_MAX), "0 to 65535")
     """Port for streams, on the address of peer_listen; 0 chooses a free port."""
 
     peer_short_cut: bool = _key(True, _boolean_value, "true or false")
     """Daemons of one user on one host copy snapshots through their segment files instead of sending
     them, if they see each other's segment_dir under the same path."""
 
-    peer_connections: int = _key(1, _integer_value(1, 16), "1 to 16")
+    peer_connections: int = _key(1, _within(int, 1, 16), "1 to 16")
     """Data connections per peer, for links that one connection does not fill."""
 
     peer_bandwidth: str = _key("0", _rate_value, "bytes per second with units, or 0")
     """Limit of the bytes per second that are sent to all peers together; 0: no limit."""
 
-    peer_deadline_s: float = _key(15.0, _number_value(0.1, 3600), "0.1 to 3600")
+    peer_deadline_s: float = _key(15.0, _within(float, 0.1, 3600), "0.1 to 3600")
     """A peer that does not answer for this time counts as dead, and its replicas move to other nodes."""
 
-    replicas: int = _key(2, _integer_value(0, 16), "0 to 16")
+    replicas: int = _key(2, _within(int, 0, 16), "0 to 16")
     """Number of other nodes that keep each snapshot (all other nodes, if there are fewer)."""
 
-    replication_slack: int = _key(2, _integer_value(0, 64), "0 to 64")
+    replication_slack: int = _key(2, _within(int, 0, 64), "0 to 64")
     """Additional slots of a ring, for snapshots that wait for their transfer to peers."""
 
     labels: str = _key("", _labels_value, "key=value pairs, separated by commas")
@@ -378,25 +369,25 @@ class DaemonConfig:
     """Accept only manifests that a trusted signer signed (`ckptctl keys trust-signer`), and so only images
     with the cryptographic digests in them."""
 
-    store_deadline_s: float = _key(600.0, _number_value(1, 86_400), "1 to 86400")
+    store_deadline_s: float = _key(600.0, _within(float, 1, 86_400), "1 to 86400")
     """If an object is not stored within this time, including all retries, its checkpoint is abandoned."""
 
-    persist_every: int = _key(1, _integer_value(1, 1 << 40), "at least 1")
+    persist_every: int = _key(1, _within(int, 1, 1 << 40), "at least 1")
     """Minimum number of iterations between durable checkpoints. Doubled as often as the store or
     persist_every_s requires: all ranks use multiples of one number, so that they choose the same
     iterations without communication.
     """
 
-    persist_every_s: float = _key(300.0, _number_value(0, 1e9), "0 to 1e9")
+    persist_every_s: float = _key(300.0, _within(float, 0, 1e9), "0 to 1e9")
     """Minimum number of seconds between durable checkpoints (0: as often as the store can sustain)."""
 
-    persist_keep_last: int = _key(3, _integer_value(1, 1_000_000), "at least 1")
+    persist_keep_last: int = _key(3, _within(int, 1, 1_000_000), "at least 1")
     """Number of newest durable checkpoints to keep."""
 
-    persist_keep_every: int = _key(0, _integer_value(0, 1 << 40), "0 or more")
+    persist_keep_every: int = _key(0, _within(int, 0, 1 << 40), "0 or more")
     """Also keep durable checkpoints of iterations that are multiples of this (0: none)."""
 
-    persist_keep_for_s: float = _key(0.0, _number_value(0, 1e9), "0 to 1e9")
+    persist_keep_for_s: float = _key(0.0, _within(float, 0, 1e9), "0 to 1e9")
     """Also keep durable checkpoints younger than this."""
 
     persist_check: str = _key("size", _choice_value("size", "full"), "size or full")
@@ -404,18 +395,18 @@ class DaemonConfig:
     full: every object is read back and compared with its digests.
     """
 
-    persist_threads: int = _key(4, _integer_value(1, 64), "1 to 64")
+    persist_threads: int = _key(4, _within(int, 1, 64), "1 to 64")
     """Number of simultaneous transfers between this node and the store."""
 
     persist_bandwidth: str = _key("0", _rate_value, "bytes per second with units, or 0")
     """Limit of this node's upload rate, such as 500MB; 0: no limit."""
 
-    digest_threads: int = _key(0, _integer_value(0, 64), "0 to 64")
+    digest_threads: int = _key(0, _within(int, 0, 64), "0 to 64")
     """Threads that digest and seal filled slots; 0: half of the CPUs (1 to 4), or an eighth of them
     if that is more (up to 16).
     """
 
-    nice: int = _key(10, _integer_value(0, 19), "0 to 19")
+    nice: int = _key(10, _within(int, 0, 19), "0 to 19")
     """Niceness of the daemon, so that the scheduler prefers training."""
 
     mlock: str = _key("auto", _choice_value("auto", "on", "off"), "auto, on or off")
@@ -426,11 +417,11 @@ class DaemonConfig:
     """auto advises huge pages for segments (they take effect on a tmpfs mounted with
     huge=advise); off leaves it."""
 
-    retain_detached_s: float = _key(3600.0, _number_value(0, 1e9), "0 to 1e9")
+    retain_detached_s: float = _key(3600.0, _within(float, 0, 1e9), "0 to 1e9")
     """How long the segments of a run without a live trainer are kept; 0: for ever. The time starts when
     the last owner detaches, or when a restarted daemon finds them."""
 
-    idle_exit_s: float = _key(0.0, _number_value(0, 1e9), "0 to 1e9")
+    idle_exit_s: float = _key(0.0, _within(float, 0, 1e9), "0 to 1e9")
     """Exit when no trainer has been attached for this time; the segments stay. 0: never. Used by daemons
     that a trainer started."""
 
@@ -438,10 +429,10 @@ class DaemonConfig:
     """Exit when an operator starts a daemon with `ckptd run`, which takes over the memory. Set for daemons
     that a trainer started."""
 
-    scrub_interval_s: float = _key(300.0, _number_value(0, 1e9), "0 to 1e9")
+    scrub_interval_s: float = _key(300.0, _within(float, 0, 1e9), "0 to 1e9")
     """Interval in which every sealed slot is verified against its digests in the background; 0: off."""
 
-    drain_timeout_s: float = _key(30.0, _number_value(0, 3600), "0 to 3600")
+    drain_timeout_s: float = _key(30.0, _within(float, 0, 3600), "0 to 3600")
     """How long a stop waits until filled slots are sealed. The next start seals the rest."""
 
     metrics: str = _key("", _metrics_value, "address:port, unix:/path, or empty", "off")
@@ -467,10 +458,10 @@ class DaemonConfig:
     name, if any (OTEL_EXPORTER_OTLP_ENDPOINT, …), which hold credentials and certificates, too. Needs `pip
     install 'ckptd[otel]'`, for gRPC `'ckptd[otel-grpc]'`."""
 
-    max_events: int = _key(10_000, _integer_value(16, 1_000_000), "16 to 1000000")
+    max_events: int = _key(10_000, _within(int, 16, 1_000_000), "16 to 1000000")
     """Number of events that are kept in memory for `ckptctl events`."""
 
-    max_sessions: int = _key(1024, _integer_value(1, 65_536), "1 to 65536")
+    max_sessions: int = _key(1024, _within(int, 1, 65_536), "1 to 65536")
     """Largest number of attached trainers."""
 
     log_level: str = _key(
