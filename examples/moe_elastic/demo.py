@@ -30,6 +30,7 @@ from typing import Any
 
 from ckptd.demo.lab import SHARED_CORES, Event, read_events
 from ckptd.demo.report import table
+from examples.demo_progress import Progress, failed, seed_of
 from examples.moe_elastic.model import EXPERTS
 from tests.cluster.daemons import DaemonFailed, HostDaemon, provision_keys
 from tests.cluster.hosts import Cluster, Host, clean_environment
@@ -373,11 +374,7 @@ def draw(path: Path, expected: dict[int, float], found: dict[int, float], report
 
 def run_all(args: argparse.Namespace, rng: random.Random) -> tuple[list[str], dict[str, Any]]:
     """Both runs; what is wrong, and what is to be shown."""
-    begun = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - begun:6.1f} s] {text}", flush=True)
-
+    say = Progress().say
     with tempfile.TemporaryDirectory(prefix="ckptd-elastic-") as scratch, Cluster(HOSTS) as cluster:
         say(f"One process, undisturbed, without ckptd; then {cluster}.")
         expected = undisturbed(Path(scratch) / "undisturbed", args)
@@ -405,7 +402,7 @@ def run_all(args: argparse.Namespace, rng: random.Random) -> tuple[list[str], di
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    seed = seed_of(args.seed)
     print(
         f"{EXPERTS} experts in each of two layers, {args.slots} slots on each of {HOSTS} hosts, {os.cpu_count()} cores for all of them."
         f"\nLosses from seed {seed} (repeat them with --seed {seed}).\n"
@@ -413,10 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems, shown = run_all(args, random.Random(seed))
     print(f"\npicture  {args.out / 'demo_elastic.png'}")
     if problems:
-        print(f"\nFAILED in {len(problems)} places (seed {seed}):")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"{len(problems)} problems (seed {seed})")
     print(
         f"\nAll {shown['steps']} steps were done once; their losses are those of the undisturbed process within {shown['most']:.1e} (relative);"
         "\nat every change all replicas of all experts were equal, bit for bit."

@@ -45,6 +45,7 @@ from ckptd.demo.report import (
     step_time_ms,
     table,
 )
+from examples.demo_progress import Progress, failed, seed_of
 
 __all__ = ["Loss", "PipelineRun", "Return", "main", "plan_losses", "return_of"]
 
@@ -386,11 +387,7 @@ def rehearse(folder: Path, args: argparse.Namespace, hosts: Path, say: Callable[
 
 def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
     """All three runs and the report; what differs between them."""
-    begun = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - begun:6.1f} s] {text}", flush=True)
-
+    say = Progress().say
     with (
         tempfile.TemporaryDirectory(prefix="ckptd-pipeline-") as scratch,
         daemon_folders() as (runtime, segments),
@@ -425,7 +422,7 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    seed = seed_of(args.seed)
     plan = plan_losses(
         random.Random(seed),
         steps=args.steps,
@@ -439,10 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     problems = play(args, plan)
     if problems:
-        print(f"\nFAILED: the runs differ in {len(problems)} places (seed {seed}):")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"the runs differ in {len(problems)} places (seed {seed})")
     ranks = args.stages * args.replicas
     print(
         f"\nIDENTICAL: every tensor of all {ranks} ranks (weights, optimizer, schedule, data position, random"

@@ -28,6 +28,7 @@ import torch
 
 from ckptd.demo.lab import Event, read_events
 from ckptd.demo.report import table
+from examples.demo_progress import Progress, failed, seed_of
 from examples.rerouted_hosts import ReroutedHosts, RunEnded, end_on_sigterm
 
 __all__ = ["GridRun", "Losses", "draw_times", "main", "plan_victims", "spans"]
@@ -223,11 +224,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run_all(args: argparse.Namespace, rng: random.Random) -> list[str]:
     """All three runs; what is wrong."""
-    begun = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - begun:6.1f} s] {text}", flush=True)
-
+    say = Progress().say
     losses = plan_victims(rng, pipelines=args.pipelines, stages=args.stages, iterations=args.iterations)
     kept = len(losses.victims) if args.pipelines > 2 else 1
     with tempfile.TemporaryDirectory(prefix="ckptd-reroute-") as scratch:
@@ -250,7 +247,7 @@ def run_all(args: argparse.Namespace, rng: random.Random) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    seed = seed_of(args.seed)
     print(
         f"{args.pipelines} pipelines of {args.stages} stages, a process each, on {os.cpu_count()} cores."
         f"\nLosses from seed {seed} (repeat them with --seed {seed}).\n"
@@ -262,10 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"\npicture  {args.out / 'demo_reroute.png'}")
     if problems:
-        print(f"\nFAILED in {len(problems)} places (seed {seed}):")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"{len(problems)} problems (seed {seed})")
     print("\nIDENTICAL: every tensor of all workers, and every loss, in both runs with losses.")
     return 0
 

@@ -27,6 +27,7 @@ from ckptd.client.serving.serving_device import EngineOptions
 from ckptd.demo.lab import DemoDaemon, ProcessDied, daemon_folders
 from ckptd.demo.report import table
 from ckptd.units import format_bytes
+from examples.demo_progress import failed
 from examples.moe_serving.model import Sizes, save_model
 from examples.moe_serving.server_processes import (
     Clients,
@@ -171,10 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nFAILED: {error}")
         return 1
     if problems:
-        print(f"\nFAILED in {len(problems)} places:")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"{len(problems)} problems")
     print(f"\nIDENTICAL: all {args.requests} answers are those of one undisturbed device, each token once.")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,26 +14,11 @@ from tests.cluster.daemons import HostDaemon, exchange_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.torchrun import TorchrunJob
 
-__all__ = ["JOB", "RUN_TIMEOUT_S", "ClusterRun", "Progress", "what_differs"]
+__all__ = ["JOB", "RUN_TIMEOUT_S", "ClusterRun", "what_differs"]
 
 JOB = "demo"
 BASE_INIT_SEED = 1234
 RUN_TIMEOUT_S = 600.0
-
-
-class Progress:
-    """Live lines with the time since the start."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._begun
-
-    def say(self, text: str) -> None:
-        print(f"[{self.seconds:6.1f} s] {text}", flush=True)
 
 
 class ClusterRun:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.demo.report import NodeLoss, node_recovery, step_time_ms, table
-from examples.moe_text.cluster_run import RUN_TIMEOUT_S, ClusterRun, Progress, what_differs
+from examples.demo_progress import Progress, failed, seed_of
+from examples.moe_text.cluster_run import RUN_TIMEOUT_S, ClusterRun, what_differs
 from tests.cluster.daemons import DaemonFailed
 from tests.cluster.hosts import Cluster
 from tests.cluster.torchrun import JobFailed
@@ -209,7 +210,7 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    seed = seed_of(args.seed)
     plan = plan_losses(random.Random(seed), steps=args.steps, window=args.window, count=args.losses)
     with Cluster(NUM_RANKS + NUM_SPARES) as cluster:
         print(
@@ -218,10 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         problems = play(args, plan, cluster)
     if problems:
-        print(f"\nFAILED: the runs differ in {len(problems)} places (seed {seed}):")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"the runs differ in {len(problems)} places (seed {seed})")
     print(
         f"\nIDENTICAL: every tensor of all {NUM_RANKS} ranks (weights, masters, optimizer, schedule, data"
         f" position,\nrandom states) and all {args.steps} losses of each are equal, bit for bit."

@@ -30,7 +30,8 @@ from typing import Any
 from ckptd.demo.report import table
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError
-from examples.moe_text.cluster_run import JOB, ClusterRun, Progress
+from examples.demo_progress import Progress
+from examples.moe_text.cluster_run import JOB, ClusterRun
 from tests.browser import open_page, why_no_browser
 from tests.ckptd.running import attach
 from tests.ckptd.snapshots import flip

