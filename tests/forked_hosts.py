@@ -15,7 +15,9 @@ import atexit
 import contextlib
 import gc
 import io
+import itertools
 import logging
+import multiprocessing
 import os
 import resource
 import runpy
@@ -25,7 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, Never
 
@@ -230,8 +232,7 @@ def end_as_program(run: Callable[[], None], keep: Sequence[int] = ()) -> Never:
         _reset_signals()
         _reset_logging()
         _close_all_but({0, 1, 2, *keep})
-        tracker: Any = resource_tracker._resource_tracker
-        tracker._fd = tracker._pid = None  # closed: whoever shares memory starts its own
+        _reset_multiprocessing()
         run()
         code = 0
     except SystemExit as end:
@@ -278,6 +279,23 @@ def _reset_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
+
+
+def _reset_multiprocessing() -> None:
+    """What a child of the server of forks has, and a program has not: a parent, and "forkserver" as the method by
+    which it starts processes unless it names one. Workers of a loader then import the script: one without a guard
+    starts further workers there, fails, and begins again and again under a host.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None  # closed: whoever shares memory starts its own
+    forkserver._forkserver.__init__()  # type: ignore[misc]
+    multiprocessing.set_start_method(None, force=True)
+    process: Any = multiprocessing.process
+    process._parent_process = None
+    process._process_counter = itertools.count(1)
+    process._children = set()
+    own: Any = multiprocessing.current_process()
+    own._identity, own._name, own._parent_pid, own._popen = (), "MainProcess", None, None
 
 
 def _reset_logging() -> None:

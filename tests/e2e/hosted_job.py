@@ -43,8 +43,7 @@ class HostedJob:
     ) -> None:
         """
         Args:
-            forked: torchrun, hosts and zygotes are forks (`tests.forked_hosts`), and no fresh interpreters. Not for
-                loaders with workers, which hang there.
+            forked: torchrun, hosts and zygotes are forks (`tests.forked_hosts`), and no fresh interpreters.
         """
         kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
         environ = {

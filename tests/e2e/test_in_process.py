@@ -203,16 +203,15 @@ def test_a_script_that_keeps_what_is_from_before_the_restart(job: HostedJob, dae
 @pytest.mark.slow
 def test_batches_go_back_with_the_rest(job: HostedJob, daemon: DaemonProcess, tmp_path: Path) -> None:
     """A shuffled loader with workers: whoever stays sees the batches that it would have seen."""
-    output = end_of(job, daemon, "batches")
+    output = end_of(job, daemon, "batches", forked=True)
     assert stays(job) == [(0, 1)], output
     undisturbed = HostedJob(tmp_path / "undisturbed", RANKS)
     try:
         script = undisturbed.folder / "train.py"
         script.write_text(SCRIPT)
         (undisturbed.folder / "hurt").touch()
-        undisturbed.start(
-            str(script), daemon.endpoint, "batches-undisturbed", str(undisturbed.folder / "hurt"), env=HASHED
-        )
+        words = (daemon.endpoint, "batches-undisturbed", str(undisturbed.folder / "hurt"))
+        undisturbed.start(str(script), *words, env=HASHED, forked=True)
         assert undisturbed.end() == 0, undisturbed.output
         bits = set(re.findall(r"complete \d \d+ \w+ (.*)", undisturbed.output))
         assert bits == set(re.findall(r"complete \d \d+ \w+ (.*)", output)), undisturbed.output
