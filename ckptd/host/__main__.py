@@ -8,7 +8,7 @@ import sys
 
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.host.host_options import UsageError, options_from, place_in_step
-from ckptd.host.process_control import die_as
+from ckptd.host.process_control import die_as, open_standard_files
 from ckptd.host.trainer_host import TrainerHost
 from ckptd.host.warm_start import warm_up
 
@@ -17,6 +17,7 @@ logger = logging.getLogger("ckptd.host")
 
 def main() -> int:
     """Returns the exit code, unless this process ends by a signal as its trainer did."""
+    open_standard_files()
     logging.raiseExceptions = False  # a log whose reader has gone is no reason to end a trainer
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="ckptd.host: %(message)s")
     try:

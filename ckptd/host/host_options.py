@@ -292,4 +292,4 @@ def _job_key(environ: Mapping[str, str]) -> str:
     parts = [environ.get(name, "") for name in (*names, *slurm)]
     if "TORCHELASTIC_RUN_ID" in environ:
         parts.append(f"{os.getppid()}")  # the agent: another torchrun is another job
-    return f"{zlib.crc32(chr(0).join(parts).encode()):08x}-{environ.get('MASTER_PORT', '0')}"
+    return f"{zlib.crc32(os.fsencode(chr(0).join(parts))):08x}-{environ.get('MASTER_PORT', '0')}"

@@ -24,7 +24,9 @@ __all__ = [
     "die_with_parent",
     "end_group",
     "has_terminal",
+    "hear_of_children",
     "name_process",
+    "open_standard_files",
     "outlive_parent",
     "process_traits",
     "send",
@@ -39,8 +41,11 @@ _CANNOT_EXECUTE = 127
 # Python ignores these from its start on, and a program must not inherit that.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
+_STANDARD = (0, 1, 2)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _descriptors_given: list[tuple[int, int]] = []  # the limits before `allow_descriptors`
+_blocked_given: set[int] = set()  # signals that were blocked before `hear_of_children`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,27 @@ def allow_descriptors(number: int) -> int:
     return wanted
 
 
+def open_standard_files() -> None:
+    """Open those that are closed on nothing. Otherwise the next sockets have their numbers, and what a
+    script prints goes there.
+    """
+    for number in _STANDARD:
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free: this one
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - as long as the process
+
+
+def hear_of_children() -> None:
+    """Get SIGCHLD although who has started this process has it blocked; programs that `spawn` starts have it
+    blocked as they would.
+    """
+    if signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
+        _blocked_given.add(signal.SIGCHLD)
+
+
 def process_traits() -> dict[str, str]:
     """What a program inherits beside its environment and files, in words: two processes with the same are
     started under the same conditions. Limits are those before `allow_descriptors`.
@@ -153,6 +179,7 @@ def spawn(
             for number in _IGNORED_BY_PYTHON:
                 signal.signal(number, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
+            signal.pthread_sigmask(signal.SIG_BLOCK, _blocked_given)
             for fd in keep:
                 os.set_inheritable(fd, True)
             for limits in _descriptors_given:

@@ -16,6 +16,7 @@ import socket
 import sys
 import zlib
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,14 +39,15 @@ from ckptd.host.process_control import (
     adopt_orphans,
     end_group,
     has_terminal,
+    hear_of_children,
     name_process,
     send,
     spawn,
     status_text,
 )
+from ckptd.host.signal_witness import WITNESSED, SignalWitness, pending_in
 from ckptd.host.zygotes.preload import environment_set_by, names_in, read_record, write_record
 from ckptd.host.zygotes.script_main import script_file
-from ckptd.host.zygotes.zygote import WITNESSED
 from ckptd.host.zygotes.zygote_handover import waiting_name, warm_name
 from ckptd.host.zygotes.zygote_link import ZygoteLink, start_zygote, take_over_zygote
 from ckptd.restart_line import (
@@ -123,6 +125,7 @@ class TrainerHost:
         self._everything, self._unfit = True, ""
         self._unclaimed: dict[int, int] = {}  # children that ended while a trainer was being forked
         self._signals: list[int] = []
+        self._witness: SignalWitness | None = None  # where there is no zygote
         self._ended_by: int | None = None  # a signal
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -158,6 +161,7 @@ class TrainerHost:
         for number in (signal.SIGCHLD, *WITNESSED):
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _note)
+        hear_of_children()
         self._loop.watch(self._wake, self._on_wake)
         if self._options.launched:
             agent = os.getppid()
@@ -185,6 +189,8 @@ class TrainerHost:
             self._drop_zygote()
         if self._trainer is not None:  # an error of ours
             send(self._trainer, signal.SIGKILL, group=True)
+        if self._witness is not None:
+            self._witness.close()
         self._job.close()
         self._watch.close()
         self._line.close()
@@ -254,10 +260,33 @@ class TrainerHost:
         if self._zygote is not None and self._zygote.ready:
             self._zygote.ask_for_signals()
             self._loop.after(_ANSWER_S, self._forward)
+        elif self._zygote is not None:  # it imports, and answers later
+            self._forward_but(pending_in(self._zygote.process.pid))
+        elif self._witness is not None:
+            self._witness.ask()
+            self._loop.after(_ANSWER_S, self._forward)
         else:
             self._forward()
 
+    def _on_witness(self) -> None:
+        assert self._witness is not None
+        if (seen := self._witness.receive()) is not None:
+            self._forward_but(seen)
+            return
+        self._loop.forget(self._witness)
+        self._witness.close()
+        self._witness = None
+
+    def _forward_but(self, seen: Collection[int]) -> None:
+        """All but those that the trainer has, too."""
+        self._loop.cancel(self._forward)
+        self._signals = [number for number in self._signals if number not in seen]
+        self._forward()
+
     def _forward(self) -> None:
+        if self._zygote is not None and self._zygote.forking:
+            self._loop.after(_WITNESS_S, self._forward)  # there is no trainer yet to which they could go
+            return
         self._pass_on(self._signals)
         self._signals.clear()
 
@@ -530,6 +559,9 @@ class TrainerHost:
             "rank %d: trainers are started plainly, not forked: %s", self._rank, self._plain_because
         )
         self._job.use(None)
+        with contextlib.suppress(OSError):  # no process is left: signals are passed on in any case
+            self._witness = SignalWitness(own_session=self._own_session)
+            self._loop.watch(self._witness, self._on_witness)
 
     def _on_zygote(self) -> None:
         assert self._zygote is not None
@@ -540,6 +572,8 @@ class TrainerHost:
             self._replace_zygote(f"the last one has ended ({self._zygote.reaped or 'no status yet'})")
         elif "ready" in answer:
             self._loop.cancel(self._zygote_hangs)
+            if pending_in(self._zygote.process.pid):
+                self._zygote.ask_for_signals()  # while it imported they were seen, and are done with
             logger.info(
                 "rank %d: a zygote has %d modules after %.1f s",
                 self._rank,
@@ -553,9 +587,7 @@ class TrainerHost:
         elif "forked" in answer:
             self._started(HostProcess(answer["forked"], self._own_session), "forked")
         elif "signals" in answer:
-            self._loop.cancel(self._forward)
-            self._signals = [number for number in self._signals if number not in answer["signals"]]
-            self._forward()
+            self._forward_but(answer["signals"])
         elif "unfit" in answer:
             self._on_unfit(answer["unfit"])
         elif "stale" in answer:
@@ -664,7 +696,7 @@ def record_name(script: str, folder: str) -> str:
         mark = f"{info.st_mtime_ns}-{info.st_size}"
     except OSError:
         mark = "none"
-    return f"{zlib.crc32(f'{script} {sys.executable} {folder}'.encode()):08x}-{mark}.imports"
+    return f"{zlib.crc32(os.fsencode(f'{script} {sys.executable} {folder}')):08x}-{mark}.imports"
 
 
 def _note(number: int, frame: FrameType | None) -> None:

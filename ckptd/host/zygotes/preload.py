@@ -64,6 +64,7 @@ class ImportRecorder:
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid = fd, os.getpid()
+        self._file = self._file_now()
         self._pending: list[str] = []
 
     def find_spec(
@@ -79,11 +80,21 @@ class ImportRecorder:
         """Write the names of those that are imported by now."""
         imported = [name for name in self._pending if name in sys.modules]
         self._pending = [name for name in self._pending if name not in sys.modules][-_PENDING_MAX:]
-        if imported:
-            try:
+        if not imported:
+            return
+        try:
+            # A script that closes what is not its own may have a file of its own under that number.
+            ours = self._file_now() == self._file
+            if ours:
                 os.write(self._fd, "".join(f"{name}\n" for name in imported).encode())
-            except OSError:
-                self._pid = -1  # the script has closed what is not its own: the record ends here
+        except OSError:
+            ours = False
+        if not ours:
+            self._pid = -1  # the record ends here
+
+    def _file_now(self) -> tuple[int, int]:
+        info = os.fstat(self._fd)
+        return info.st_dev, info.st_ino
 
 
 def names_in(data: bytes) -> list[str]:

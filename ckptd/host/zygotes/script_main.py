@@ -12,10 +12,11 @@ import builtins
 import importlib.util
 import io
 import os
+import pkgutil
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 __all__ = ["Script", "own_folder", "run_script", "script_file", "set_up_path"]
@@ -51,8 +52,10 @@ class Script:
 
 
 def _is_container(target: str) -> bool:
-    """Whether the file is a folder or a zip file, which is run by the `__main__` inside it."""
-    return os.path.isdir(target) or target.endswith((".zip", ".pyz"))
+    """Whether the file is a folder or a zip file, whatever its name is (`.pyz`, `.pex`), which is run by the
+    `__main__` inside it.
+    """
+    return pkgutil.get_importer(target) is not None
 
 
 def set_up_path(script: Script) -> None:
@@ -115,18 +118,35 @@ def run_script(script: Script) -> None:
         code = _module_code(script.target, main) if script.is_module else _file_code(script.target, main)
         sys.modules["__main__"] = main
         exec(code, main.__dict__)  # noqa: S102 - as the interpreter does
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as interrupt:
+        _hide_our_frames(interrupt)
         raise
     except BaseException as error:  # noqa: BLE001 - the interpreter reports every error
         _report(error)
         raise SystemExit(1) from None
 
 
-def _report(error: BaseException) -> None:
+def _trace_of_script(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    error.__traceback__ = trace
+    return trace
+
+
+def _hide_our_frames(interrupt: KeyboardInterrupt) -> None:
+    """When the interpreter reports it, which then ends by SIGINT: so it must come to its end with this."""
+    trace, report = _trace_of_script(interrupt), sys.excepthook
+
+    def of_script(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> object:
+        return report(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = of_script
+
+
+def _report(error: BaseException) -> None:
+    trace = error.__traceback__ = _trace_of_script(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
 
@@ -141,7 +161,7 @@ def _file_code(path: str, main: ModuleType) -> CodeType:
     if _is_container(path):
         spec = PathFinder.find_spec("__main__", [path])
         if spec is None:
-            raise _refuse(f"can't find '__main__' module in {path!r}")
+            raise _refuse(f"can't find '__main__' module in {os.path.abspath(path)!r}", 1)
         return _code_of(spec, main)
     loader: Any
     path = os.path.abspath(path)  # as the interpreter does; `sys.argv` keeps what was given

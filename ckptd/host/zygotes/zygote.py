@@ -51,6 +51,7 @@ from ckptd.host.process_control import (
     outlive_parent,
     process_traits,
 )
+from ckptd.host.signal_witness import WITNESSED, take_pending
 from ckptd.host.zygotes.preload import (
     FIRST_MODULES,
     TRAINING_MODULES,
@@ -73,17 +74,8 @@ from ckptd.host.zygotes.zygote_handover import (
 from ckptd.progress_page import PAGE_VARIABLE
 from ckptd.restart_line import LINE_VARIABLE
 
-__all__ = ["WITNESSED", "Zygote", "main", "serve_stores", "unfit_because"]
+__all__ = ["Zygote", "main", "serve_stores", "unfit_because"]
 
-# Signals that the host passes on, unless they reached all processes of the job: then the zygote has them too.
-WITNESSED = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 _PACKET_MAX = 64 << 10
 _NAMES_BYTES_MAX = 4 << 20
 # A trainer's place in the job, which changes when nodes are lost.
@@ -250,7 +242,7 @@ class Zygote:
             case "errand":
                 self._fork_helper("errand", fds[0])
             case "signals":
-                self._tell({"signals": self._signals()})
+                self._tell({"signals": take_pending()})
             case "ended":
                 if self._taken_over and self._group is not None:
                     os.waitpid(self._group, 0)
@@ -282,7 +274,7 @@ class Zygote:
         self._taken_over = True
         self._given = _open_descriptors()
         self._group = None
-        self._signals()  # those of the last host
+        take_pending()  # those of the last host
         self._tell({"taken_over": os.getpid(), "modules": len(sys.modules)})
 
     def _wait_for_request(self) -> None:
@@ -316,12 +308,6 @@ class Zygote:
         if self._group is not None:
             end_group(self._group)
         os._exit(0)
-
-    def _signals(self) -> list[int]:
-        seen = signal.sigpending() & set(WITNESSED)
-        for number in seen:
-            signal.sigtimedwait({number}, 0)
-        return sorted(seen)
 
     def _fork_trainer(self, environment: dict[str, str], imports: int) -> bool:
         changed = self._sources.changed() or self._place_changed(environment)

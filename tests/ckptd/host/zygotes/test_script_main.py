@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import zipfile
 from typing import Any
 
@@ -64,17 +67,17 @@ def test_what_a_script_sees(hosting: Hosting, words: tuple[str, ...]) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("kind", ["folder", "zip"])
+@pytest.mark.parametrize("kind", ["folder", "app.zip", "app.pex", "app"])
 def test_a_folder_or_zip_file_with_a_main(hosting: Hosting, kind: str) -> None:
     text = "import inner, sys; print(inner.x, sys.argv, sys.path[0], __name__, __spec__.name)"
     if kind == "folder":
         hosting.write("app/__main__.py", text)
         hosting.write("app/inner.py", "x = 5")
     else:
-        with zipfile.ZipFile(hosting.folder / "app.zip", "w") as file:
+        with zipfile.ZipFile(hosting.folder / kind, "w") as file:
             file.writestr("__main__.py", text)
             file.writestr("inner.py", "x = 5")
-    plain, hosted = hosting.both("app" if kind == "folder" else "app.zip", "arg")
+    plain, hosted = hosting.both("app" if kind == "folder" else kind, "arg")
     assert plain.stdout
     assert hosted.stdout == plain.stdout
 
@@ -106,14 +109,14 @@ def test_the_end_of_a_script(hosting: Hosting, end: str) -> None:
     plain, hosted = hosting.both("script.py")
     assert hosted.returncode == plain.returncode
     assert hosted.stdout == plain.stdout
-    if end != "interrupted":  # whose traceback begins with frames of ours
-        assert re.sub(r"ckptd\.host: .*\n", "", hosted.stderr) == plain.stderr
+    assert re.sub(r"ckptd\.host: .*\n", "", hosted.stderr) == plain.stderr
     assert plain.returncode != 0 or end in ("success", "atexit")
 
 
-@pytest.mark.parametrize("words", [("missing.py",), ("-m", "missing"), ("-m", "pkg.missing")])
+@pytest.mark.parametrize("words", [("missing.py",), ("-m", "missing"), ("-m", "pkg.missing"), ("missing",)])
 def test_a_script_that_is_not_there(hosting: Hosting, words: tuple[str, ...]) -> None:
     hosting.write("pkg/__init__.py", "")
+    (hosting.folder / "missing").mkdir()  # a folder without a `__main__`
     plain, hosted = hosting.run(*words, host=False), hosting.run("--max-restarts", "0", *words)
     assert hosted.returncode == plain.returncode != 0
     assert "missing" in hosted.stderr
@@ -172,6 +175,85 @@ def test_signals_that_were_ignored_stay_ignored(hosting: Hosting) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert hosted.stdout == plain.stdout == f"{signal.SIG_IGN!s}\n"
+
+
+def test_paths_that_are_no_utf8(hosting: Hosting) -> None:
+    """Such a name ended the host before it had begun."""
+    name = os.fsdecode(b"d\xff/s\xfe.py")
+    hosting.write(name, "import os, sys; print(ascii(sys.argv), ascii(os.environ['NAME']))")
+    done = [
+        subprocess.run(
+            [sys.executable, *host, os.path.basename(name), "\udcfd"],
+            cwd=(hosting.folder / name).parent, env=hosting.environment(NAME="\udcfc"), capture_output=True,
+            timeout=120, check=True,
+        )
+        for host in ([], ["-m", "ckptd.host", "--no-fork"], ["-m", "ckptd.host"])
+    ]  # fmt: skip
+    assert [each.stdout for each in done] == [b"['s\\udcfe.py', '\\udcfd'] '\\udcfc'\n"] * 3
+    assert b"forked" in done[2].stderr
+
+
+CLOSES = """
+import os
+os.closerange(3, 100)
+files = [os.open(f"own{number}", os.O_RDWR | os.O_CREAT) for number in range(20)]
+import decimal, calendar, fractions
+print([os.fstat(file).st_size for file in files])
+"""
+
+
+def test_a_script_that_closes_what_is_not_its_own(hosting: Hosting) -> None:
+    """As programs do that become daemons. The names of modules that it imported then came into a file of its own, which
+    had the number of ours.
+    """
+    hosting.write("script.py", CLOSES)
+    plain, hosted = hosting.both("script.py")
+    assert hosted.stdout == plain.stdout == f"{[0] * 20}\n"
+
+
+STANDARD = (
+    "import os, sys; print('said'); os.write(1, b'said'); sys.exit(os.fstat(1).st_rdev == os.makedev(1, 3))"
+)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_files(hosting: Hosting, closed: str) -> None:
+    """A socket or a page of the host had the number of the closed file, zygotes failed, and what the script printed
+    went to where the host showed its progress. Now they are open, on nothing.
+    """
+    hosting.write("script.py", STANDARD)
+    hosting.known("script.py")
+    command = f"{sys.executable} -m ckptd.host --max-restarts 0 script.py {closed}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        cwd=hosting.folder, env=hosting.environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    open_output = ">&-" not in closed.replace("2>&-", "")
+    assert (done.returncode, done.stdout) == ((0, "said\nsaid") if open_output else (1, "")), done.stderr
+    assert ("forked" in done.stderr, "new zygote" in done.stderr) == ("2>&-" not in closed, False)
+
+
+BLOCKED = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["--no-fork"]])
+def test_a_launcher_that_has_the_death_of_children_blocked(hosting: Hosting, how: list[str]) -> None:
+    """The host never heard that its trainer had ended."""
+    hosting.write("script.py", "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))")
+    hosting.known("script.py")
+    said = []
+    for host in ([], ["-m", "ckptd.host", *how]):
+        done = subprocess.run(
+            [sys.executable, "-c", BLOCKED, sys.executable, *host, "script.py"],
+            cwd=hosting.folder, env=hosting.environment(), capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert "SIGCHLD" in said[0]
 
 
 def test_the_folder_of_a_script(hosting: Hosting) -> None:

@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ckptd.host.trainer_host import HOST_LOST
 from ckptd.host.zygotes.zygote import serve_stores
-from tests.ckptd.host.hosting import ROOT, Hosting, children_of, gone, until
+from tests.ckptd.host.hosting import ROOT, Hosting, children_of, gone, trainers_of, until
 from tests.long import long
 from tests.ports import free_port
 
@@ -198,27 +199,76 @@ def test_children_of_a_killed_trainer_are_ended(hosting: Hosting) -> None:
         host.kill()
 
 
+COUNTS = """
+import signal, sys, time
+count, stop = [], []
+signal.signal(signal.SIGTERM, lambda *a: count.append(1))
+signal.signal(signal.SIGUSR1, lambda *a: stop.append(1))
+print("up", flush=True)
+while not stop:
+    time.sleep(0.01)
+sys.exit(10 + len(count))
+"""
+
+
+@pytest.mark.parametrize("how", [(), ("--no-fork",)])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_signal_arrives_once(hosting: Hosting, everywhere: bool) -> None:
+def test_a_signal_arrives_once(hosting: Hosting, how: tuple[str, ...], everywhere: bool) -> None:
     """To the host alone it is passed on; to every process of the job (Slurm) it is not repeated: a second
-    SIGTERM would cut parking short."""
-    hosting.write(
-        "train.py",
-        "import signal, sys, time\ncount, stop = [], []\nsignal.signal(signal.SIGTERM, lambda *a: count.append(1))\n"
-        "signal.signal(signal.SIGUSR1, lambda *a: stop.append(1))\nprint('up', flush=True)\n"
-        "while not stop: time.sleep(0.01)\nsys.exit(10 + len(count))",
-    )
+    SIGTERM would cut parking short. It was, where trainers were started plainly."""
+    hosting.write("train.py", COUNTS)
     hosting.known("train.py")
-    with hosting.start("train.py") as host:
+    with hosting.start(*how, "train.py") as host:
         assert host.stdout is not None
         assert host.stdout.readline() == "up\n"
         children = children_of(host.pid)
-        (trainer,) = set(children.values()) - {children["ckptd-zygote"]}
+        (trainer,) = trainers_of(host.pid)
         for pid in [*(children.values() if everywhere else ()), host.pid]:
             os.kill(pid, signal.SIGTERM)
         host.send_signal(signal.SIGUSR1)  # passed on after the SIGTERM, if that is
         assert host.wait(timeout=60) == 11
-        assert gone(trainer)
+        until(lambda: all(map(gone, [trainer, *children.values()])), "the end of all")
+
+
+def test_a_signal_arrives_once_while_a_zygote_imports(hosting: Hosting) -> None:
+    """Which cannot answer then."""
+    hosting.write("library/slow.py", "import os, time\nif os.path.exists('slow'): time.sleep(600)")
+    hosting.write("train.py", COUNTS)
+    hosting.known("train.py", modules=["slow"])
+    with hosting.start("train.py", env={"PYTHONPATH": f"{ROOT}:{hosting.folder / 'library'}"}) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "up\n"
+        first = children_of(host.pid)["ckptd-zygote"]
+        hosting.write("slow", "")
+        os.kill(first, signal.SIGKILL)
+        until(lambda: children_of(host.pid).get("ckptd-zygote", first) != first, "a new zygote")
+        for pid in [*children_of(host.pid).values(), host.pid]:
+            os.kill(pid, signal.SIGTERM)
+        host.send_signal(signal.SIGUSR1)
+        assert host.wait(timeout=60) == 11
+
+
+def test_a_signal_that_arrives_while_a_trainer_is_forked(hosting: Hosting) -> None:
+    """On a machine so busy that the fork takes longer than the zygote's answer is waited for: the trainer got no signal
+    and went on, and the host with it.
+    """
+    hosting.write("train.py", SLEEPS)
+    hosting.known("train.py")
+    with hosting.start("train.py") as host:
+        assert host.stdout is not None
+        trainer = int(host.stdout.readline())
+        zygote = children_of(host.pid)["ckptd-zygote"]
+        os.kill(zygote, signal.SIGSTOP)
+        os.kill(trainer, signal.SIGKILL)
+        assert host.stderr is not None
+        assert any("epoch 1 begins" in line for line in host.stderr)
+        host.terminate()
+        time.sleep(1.5)
+        os.kill(zygote, signal.SIGCONT)
+        try:
+            assert host.wait(timeout=60) == -signal.SIGTERM
+        finally:
+            host.kill()
 
 
 def test_a_crash_loop_ends_with_the_scripts_own_error(hosting: Hosting) -> None:
