@@ -194,6 +194,9 @@ class TrainerHost:
         self._job.close()
         self._watch.close()
         self._line.close()
+        signal.set_wakeup_fd(-1)
+        for end in (self._wake, self._writer):
+            end.close()
 
     @property
     def _may_be_started_again(self) -> bool:

@@ -181,18 +181,38 @@ def _file_code(path: str, main: ModuleType) -> CodeType:
 
 
 def _module_code(name: str, main: ModuleType) -> CodeType:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise _refuse(f"Error while finding module specification for {name!r} ({error})", 1) from None
-    if spec is None:
-        raise _refuse(f"No module named {name}", 1)
+    spec = _spec_of(name)
+    if spec.submodule_search_locations is not None:
+        spec = _spec_of(f"{name}.__main__", f"; {name!r} is a package and cannot be directly executed")
     code = _code_of(spec, main)
     sys.argv[0] = spec.origin or sys.argv[0]
     return code
+
+
+def _spec_of(name: str, why: str = "") -> ModuleSpec:
+    """
+    Raises:
+        SystemExit: there is none.
+        BaseException: an error of the package's own, which tells more than that nothing was found.
+    """
+    package = name.rpartition(".")[0]
+    if package:
+        try:
+            __import__(package)
+        except ImportError as error:
+            if not f"{package}.".startswith(f"{error.name}."):
+                raise  # it is there, and lacks something itself
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        hint = (
+            f". Try using {name[:-3]!r} instead of {name!r} as the module name." if name[-3:] == ".py" else ""
+        )
+        text = f"Error while finding module specification for {name!r} ({type(error).__name__}: {error})"
+        raise _refuse(f"{text}{hint or why}", 1) from None
+    if spec is None:
+        raise _refuse(f"No module named {name}{why}", 1)
+    return spec
 
 
 def _code_of(spec: ModuleSpec, main: ModuleType) -> CodeType:

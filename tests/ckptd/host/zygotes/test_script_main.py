@@ -122,6 +122,21 @@ def test_a_script_that_is_not_there(hosting: Hosting, words: tuple[str, ...]) ->
     assert "missing" in hosted.stderr
 
 
+@pytest.mark.parametrize("word", ["pkg.train", "pkg", "lacks.train", "pkg.sub.train", "train.py", "empty"])
+def test_a_module_that_cannot_begin(hosting: Hosting, word: str) -> None:
+    """An error that a package raises at its import is told with its own traceback. All that was told was "Error while
+    finding module specification", for a package that there is.
+    """
+    hosting.write("pkg/__init__.py", "def f():\n    raise ValueError('no')\nf()")
+    hosting.write("lacks/__init__.py", "import not_there")
+    hosting.write("empty/__init__.py", "")
+    hosting.write("train.py", "")
+    plain, hosted = hosting.run("-m", word, host=False), hosting.run("--max-restarts", "0", "-m", word)
+    assert hosted.returncode == plain.returncode == 1
+    usual = re.sub(r"  File \"<frozen runpy>.*\n", "", plain.stderr)
+    assert re.sub(r"ckptd\.host: .*\n", "", hosted.stderr) == usual
+
+
 PROCESSES = """
 import multiprocessing as mp, os, pickle, sys
 class Thing:
