@@ -31,6 +31,9 @@ class StepStage(IntEnum):
     UPDATE = 3
 
 
+_STAGES = frozenset(StepStage)
+
+
 class StepProgress(NamedTuple):
     """What a trainer shows.
 
@@ -80,8 +83,10 @@ class ProgressPage:
         self._write(StepProgress())
 
     def read(self) -> StepProgress:
-        """What the trainer shows now."""
+        """What the trainer shows now; nothing if its script has written over it."""
         beats, step, running, stage = _FIELDS.unpack_from(self._page, len(_MAGIC))
+        if self._page[: len(_MAGIC)] != _MAGIC or stage not in _STAGES:
+            return StepProgress()
         return StepProgress(beats, step, bool(running), StepStage(stage))
 
     def begins(self, step: int) -> None:

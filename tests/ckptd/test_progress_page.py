@@ -74,3 +74,14 @@ def test_another_file_that_has_its_number_is_not_written_to(
         monkeypatch.setenv(PAGE_VARIABLE, str(file.fileno()))
         assert inherited_page() is None
     assert path.read_bytes() == bytes(8192)
+
+
+@pytest.mark.parametrize(("written", "at"), [(b"said\n", 0), (b"\xff" * 64, 8)])
+def test_what_a_script_has_written_over_it_shows_nothing(page: ProgressPage, written: bytes, at: int) -> None:
+    """It ended the host with an error, and so the trainer."""
+    page.begins(3)
+    os.pwrite(page.descriptor, written, at)
+    assert page.read() == StepProgress()
+    page.reset()
+    page.begins(4)
+    assert page.read().step == 4

@@ -3,6 +3,10 @@
 A trainer's `ImportRecorder` writes down what the script imports. A zygote imports the same modules in the
 same order, except the script and the modules of its folder, which often do things when they are imported
 (they read the time, open files, parse options).
+
+A script may set environment variables before it imports more, in a function for example. So the trainer notes
+these variables in their place among the modules (``=NAME``), and if one of the modules after it reads such a
+variable when the zygote imports it, it has another value than the script wants (`import_recorded`).
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import ItemsView, Iterator, Sequence, ValuesView
+from collections.abc import Collection, ItemsView, Iterator, Sequence, ValuesView
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, TypeGuard
 
 from ckptd.host.zygotes.script_main import Script, own_folder
 from ckptd.private_files import replace_private_file
@@ -35,7 +39,9 @@ __all__ = [
     "environment_set_by",
     "generator_marks",
     "import_ahead",
+    "import_recorded",
     "names_in",
+    "note_changes_of_environment",
     "noting_reads",
     "read_record",
     "write_record",
@@ -45,10 +51,12 @@ __all__ = [
 FIRST_MODULES = ("torch", "torch.distributed", "numpy", "numpy.random")
 # What trainers with an optimizer of torch need: its constructor imports this, with sympy.
 TRAINING_MODULES = (*FIRST_MODULES, "torch._dynamo")
+_FIRST_ROOTS = {name.partition(".")[0] for name in FIRST_MODULES}
 _NAMES_MAX = 20_000
 _RECORD_BYTES_MAX = 4 << 20
 _PENDING_MAX = 256
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_SET = re.compile(r"=\w+")  # a variable, among the names of modules
 _NEVER = ("__main__", "ckptd.host")
 
 
@@ -60,12 +68,15 @@ class ImportRecorder:
 
     Args:
         fd: a file, to which lines are appended.
+    Attributes:
+        known: variables that have changed.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd, self._pid = fd, os.getpid()
         self._file = self._file_now()
         self._pending: list[str] = []
+        self.known: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -80,13 +91,22 @@ class ImportRecorder:
         """Write the names of those that are imported by now."""
         imported = [name for name in self._pending if name in sys.modules]
         self._pending = [name for name in self._pending if name not in sys.modules][-_PENDING_MAX:]
-        if not imported:
-            return
+        if imported:
+            self._write(imported)
+
+    def changed(self, variable: str) -> None:
+        """Write that the script sets it before whatever it imports from here on."""
+        if os.getpid() == self._pid and _SET.fullmatch(f"={variable}"):
+            self.known.add(variable)
+            self.flush()
+            self._write([f"={variable}"])
+
+    def _write(self, names: Sequence[str]) -> None:
         try:
             # A script that closes what is not its own may have a file of its own under that number.
             ours = self._file_now() == self._file
             if ours:
-                os.write(self._fd, "".join(f"{name}\n" for name in imported).encode())
+                os.write(self._fd, "".join(f"{name}\n" for name in names).encode())
         except OSError:
             ours = False
         if not ours:
@@ -104,7 +124,7 @@ def names_in(data: bytes) -> list[str]:
 
 
 def _usable(name: object) -> bool:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not (_NAME.fullmatch(name) or _SET.fullmatch(name)):
         return False
     return not any(name == each or name.startswith(f"{each}.") for each in _NEVER)
 
@@ -119,8 +139,9 @@ def read_record(path: Path) -> tuple[list[str], str]:
             if os.fstat(fd).st_uid != os.getuid():
                 return [], ""
             found = json.loads(file.read(_RECORD_BYTES_MAX))
-        names, unfit = found["modules"], found["unfit"]
-        return [name for name in names if _usable(name)][:_NAMES_MAX], str(unfit)
+        names, unfit = [name for name in found["modules"] if _usable(name)], found["unfit"]
+        has_modules = any(not name.startswith("=") for name in names)
+        return names[:_NAMES_MAX] if has_modules else [], str(unfit)
     except (OSError, ValueError, KeyError, TypeError):
         return [], ""
 
@@ -133,6 +154,41 @@ def write_record(path: Path, names: Sequence[str], unfit: str) -> None:
     """
     text = json.dumps({"modules": list(names), "unfit": unfit})
     replace_private_file(path, text.encode(), synced=False)
+
+
+def note_changes_of_environment(recorder: ImportRecorder, script: Script) -> None:
+    """Tell the recorder of each variable that the script changes in `os.environ`, itself or by a function
+    that it calls; not of those that a library changes when it is imported: it does so in a zygote, too.
+    """
+    own = own_folder(script)
+    kind: Any = type(os.environ)
+    usual_set, usual_delete = kind.__setitem__, kind.__delitem__
+
+    def set_item(environ: Any, name: Any, value: Any) -> None:
+        before = environ.get(name) if isinstance(name, str) else None
+        usual_set(environ, name, value)
+        if environ is os.environ and value != before and name not in recorder.known and _by_script(own):
+            recorder.changed(name)
+
+    def delete_item(environ: Any, name: Any) -> None:
+        usual_delete(environ, name)
+        if environ is os.environ and name not in recorder.known and _by_script(own):
+            recorder.changed(name)
+
+    kind.__setitem__, kind.__delitem__ = set_item, delete_item
+
+
+def _by_script(own: str) -> bool:
+    """Whether code of the script is nearer in the stack than an import."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return False
+        if frame.f_globals.get("__name__") == "__main__" or (own and _below(os.path.realpath(file), own)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def import_ahead(names: Sequence[str], script: Script) -> list[str]:
@@ -148,6 +204,26 @@ def import_ahead(names: Sequence[str], script: Script) -> list[str]:
         except (Exception, SystemExit):  # noqa: BLE001 - of any code; the trainer meets it, too
             failed.append(name)
     return failed
+
+
+def import_recorded(names: Sequence[str], script: Script, read: set[str]) -> list[str]:
+    """Import what a trainer has written down; returns variables that a module reads although the script sets
+    them before it imports that module.
+
+    Args:
+        read: variables that are read by their names are added.
+    """
+    changed, wrong = set[str](), set[str]()
+    for name in names:
+        if name.startswith("="):
+            changed.add(name[1:])
+        elif name not in sys.modules:
+            own: set[str] = set()
+            with noting_reads(own):
+                import_ahead([name], script)
+            read |= own
+            wrong |= own & changed
+    return sorted(wrong)
 
 
 def belongs(root: str, own: str) -> bool:
@@ -202,7 +278,8 @@ def _file_mark(path: str) -> tuple[int, int] | None:
 
 
 def environment_set_by(path: str) -> list[str]:
-    """Variables that a script sets before its last import at module level: what it imports may read them.
+    """Variables that a script sets before its last import at module level, or in a function that imports
+    torch or numpy afterwards, which are imported ahead in any case: what it imports may read them.
 
     Found in its text: ``os.environ[...] = ...``, ``os.environ.setdefault(...)``, ``.update``, ``os.putenv``.
     """
@@ -210,14 +287,33 @@ def environment_set_by(path: str) -> list[str]:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []  # for the interpreter to report
-    imports = [node.lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     found: list[str] = []
-    for top in tree.body:
-        if isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue  # runs when it is called: after the imports, as a rule
-        if top.lineno < max(imports, default=0):
-            found += filter(None, map(_environment_set, ast.walk(top)))
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for scope in (tree, *functions):
+        nodes = list(_nodes_of(scope))
+        imports = [node.lineno for node in nodes if _is_import_of(node, _FIRST_ROOTS)]
+        if scope is tree:
+            imports += [node.lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        last = max(imports, default=0)
+        found += filter(
+            None, (_environment_set(node) for node in nodes if getattr(node, "lineno", last) < last)
+        )
     return found
+
+
+def _nodes_of(scope: ast.AST) -> Iterator[ast.AST]:
+    """Those that run with it, and not when a function in it is called."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+            yield from _nodes_of(node)
+
+
+def _is_import_of(node: ast.AST, roots: Collection[str]) -> TypeGuard[ast.stmt]:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        names = [node.module or ""]
+    return any(name.partition(".")[0] in roots for name in names)
 
 
 def _environment_set(node: ast.AST) -> str:

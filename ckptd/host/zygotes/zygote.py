@@ -59,7 +59,9 @@ from ckptd.host.zygotes.preload import (
     SourceFiles,
     generator_marks,
     import_ahead,
+    import_recorded,
     names_in,
+    note_changes_of_environment,
     noting_reads,
     read_record,
 )
@@ -189,7 +191,8 @@ class Zygote:
             if not self._marks:
                 import_ahead([name for name in FIRST_MODULES if name in names], self._script)
                 self._marks = generator_marks()
-            import_ahead(names, self._script)
+        wrong = import_recorded(names, self._script, self._read)
+        with noting_reads(self._read):
             import_named(named)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a fork would print it again
@@ -197,6 +200,8 @@ class Zygote:
         # A trainer that has ended is a child until the host has heard of it.
         own = {*self._children, *([] if self._group is None else [self._group])}
         reason = unfit_because(self._given | {*self._children.values()}, own)
+        if wrong:
+            reason = reason or f"what it imports reads {' and '.join(wrong)}, which the script sets before"
         now = generator_marks()
         if moved := [name for name, mark in self._marks.items() if now.get(name) != mark]:
             reason = (
@@ -330,6 +335,7 @@ class Zygote:
         recorder = ImportRecorder(os.dup(imports))
         atexit.register(recorder.flush)
         sys.meta_path.insert(0, recorder)
+        note_changes_of_environment(recorder, self._script)
         _seed_anew()
         return True
 

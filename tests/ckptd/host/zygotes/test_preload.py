@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ from ckptd.host.zygotes.preload import (
     environment_set_by,
     generator_marks,
     import_ahead,
+    import_recorded,
     names_in,
     noting_reads,
     read_record,
     write_record,
 )
 from ckptd.host.zygotes.script_main import Script
+from tests.ckptd.host.hosting import ROOT
 
 
 @pytest.fixture
@@ -162,6 +165,71 @@ def test_variables_that_a_script_sets_before_its_imports(tmp_path: Path, text: s
     path = tmp_path / "script.py"
     path.write_text(text)
     assert environment_set_by(str(path)) == found
+
+
+def test_variables_that_a_function_sets_before_it_imports_torch(tmp_path: Path) -> None:
+    """Torch is imported ahead in any case; of other modules the trainer tells what it has set before."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os\n"
+        "def late():\n    import torch\n    os.environ['A'] = '1'\n"
+        "def early():\n    os.environ['B'] = '1'\n    import torch.nn\n"
+        "def other():\n    os.environ['C'] = '1'\n    import json\n"
+        "if __name__ == '__main__':\n    os.environ['D'] = '1'\n    from torch import nn\n"
+    )
+    assert environment_set_by(str(path)) == ["D", "B"]
+
+
+CHANGES = """
+import os, setting_one
+os.environ["DIRECT"] = "1"
+os.environ.update(UPDATED="1", DIRECT="2")
+setting_one.sets()
+os.environ["PATH"] = os.environ["PATH"]
+os.environ.pop("UPDATED")
+import reading_one, last_one
+"""
+
+
+def test_changes_of_the_environment_are_noted_among_the_imports(modules: Path) -> None:
+    """In a process of its own: the class of `os.environ` stays changed. What a library sets at its own import is none
+    of the script's doing.
+    """
+    (modules / "setting_one.py").write_text(
+        "import os\nos.environ['OWN'] = '1'\ndef sets(): os.environ.setdefault('CALLED', '1')"
+    )
+    (modules / "reading_one.py").write_text("import os; os.environ.get('CALLED'), os.environ['OWN']")
+    (modules / "last_one.py").write_text("")
+    (modules / "script").mkdir()
+    (modules / "script" / "train.py").write_text(CHANGES)
+    program = (
+        "import runpy, sys; from ckptd.host.zygotes.preload import *; "
+        "from ckptd.host.zygotes.script_main import Script\n"
+        "recorder = ImportRecorder(1); sys.meta_path.insert(0, recorder)\n"
+        "note_changes_of_environment(recorder, Script(sys.argv[1], False, ()))\n"
+        "runpy.run_path(sys.argv[1]); recorder.flush()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(modules / "script" / "train.py")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{modules}"}, stdout=subprocess.PIPE, check=True, timeout=60,
+    )  # fmt: skip
+    names = [name for name in names_in(done.stdout) if name.startswith("=") or name.endswith("_one")]
+    assert names == ["setting_one", "=DIRECT", "=UPDATED", "=CALLED", "reading_one", "last_one"]
+
+
+def test_a_module_that_reads_what_the_script_has_set_before(modules: Path) -> None:
+    for name in ("early_one", "late_one"):
+        (modules / f"{name}.py").write_text("import os; os.environ.get('PLACE')")
+    read: set[str] = set()
+    names = ["=OTHER", "early_one", "=PLACE"]
+    assert import_recorded(names, Script("-", False, ()), read) == []
+    assert import_recorded([*names, "late_one"], Script("-", False, ()), read) == ["PLACE"]
+    assert "PLACE" in read
+
+
+def test_a_record_of_variables_alone_is_none(tmp_path: Path) -> None:
+    write_record(tmp_path / "record", ["=HOME"], "")
+    assert read_record(tmp_path / "record") == ([], "")
 
 
 def test_a_script_that_is_not_there_sets_nothing(tmp_path: Path) -> None:

@@ -80,6 +80,27 @@ def test_a_script_that_sets_variables_for_its_imports_is_started_plainly(hosting
     assert "sets OMP_NUM_THREADS and imports afterwards" in done.stderr
 
 
+SETS = """
+import os, sys
+def main():
+    os.environ["PLACE"] = sys.argv[1]
+    import reads, decimal, fractions
+    print(reads.place, flush=True)
+main()
+"""
+
+
+def test_a_script_that_sets_a_variable_in_a_function_before_an_import(hosting: Hosting) -> None:
+    """What it imports there was imported ahead in the next start, without the variable (`HF_HOME`, say)."""
+    hosting.write("library/reads.py", "import os; place = os.environ.get('PLACE', 'nowhere')")
+    hosting.write("script/train.py", SETS)
+    hosting.known("script/train.py")
+    path = {"PYTHONPATH": f"{ROOT}:{hosting.folder / 'library'}"}
+    done = [hosting.run("script/train.py", place, env=path) for place in "ab"]
+    assert [each.stdout for each in done] == ["a\n", "b\n"]
+    assert "what it imports reads PLACE, which the script sets before" in done[1].stderr
+
+
 DRAWS = """
 import json, os, random, sys
 import numpy, torch
