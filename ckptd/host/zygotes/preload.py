@@ -278,15 +278,13 @@ def _file_mark(path: str) -> tuple[int, int] | None:
 
 
 def environment_set_by(path: str) -> list[str]:
-    """Variables that a script sets before its last import at module level, or in a function that imports
-    torch or numpy afterwards, which are imported ahead in any case: what it imports may read them.
+    """Variables that a script sets before its last import at module level, or in a function or a module of
+    its folder before torch or numpy is imported, which are imported ahead in any case: these may read them.
 
     Found in its text: ``os.environ[...] = ...``, ``os.environ.setdefault(...)``, ``.update``, ``os.putenv``.
     """
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []  # for the interpreter to report
+    if (tree := _tree_of(path)) is None:
+        return []
     found: list[str] = []
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
     for scope in (tree, *functions):
@@ -298,7 +296,69 @@ def environment_set_by(path: str) -> list[str]:
         found += filter(
             None, (_environment_set(node) for node in nodes if getattr(node, "lineno", last) < last)
         )
+    return list(dict.fromkeys([*found, *_set_before_first(path)]))
+
+
+def _tree_of(path: str) -> ast.Module | None:
+    try:
+        return ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None  # for the interpreter to report
+
+
+def _set_before_first(path: str) -> list[str]:
+    """Variables that are set at module level, in the script or a module that it imports from its folder,
+    before torch or numpy is imported for the first time.
+    """
+    found, waiting, imported = list[str](), list[str](), set[str]()
+    for variable, root in _at_import(path, os.path.dirname(path)):
+        if variable:
+            waiting.append(variable)
+        elif root not in imported:
+            imported.add(root)
+            found, waiting = [*found, *waiting], []
     return found
+
+
+def _at_import(path: str, folder: str) -> Iterator[tuple[str, str]]:
+    """What happens when a module is imported: a variable is set, or torch or numpy is imported.
+
+    Args:
+        folder: of modules that are looked into; "" in one of these.
+    """
+    tree = _tree_of(path)
+    for node in _nodes_of(tree) if tree is not None else ():
+        if variable := _environment_set(node) or _loads_dotenv(node):
+            yield variable, ""
+        for name in _imported_by(node):
+            if (root := name.partition(".")[0]) in _FIRST_ROOTS:
+                yield "", root
+            elif folder:
+                place = os.path.join(folder, *name.split("."))
+                for file in (f"{place}.py", os.path.join(place, "__init__.py")):
+                    if os.path.isfile(file):
+                        yield from _at_import(file, "")
+
+
+def _imported_by(node: ast.AST) -> list[str]:
+    """The modules that a statement may import, packages first; relative ones as if their folder were on the
+    path.
+    """
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level <= 1:
+        base = [node.module] if node.module else []
+        names = [*base, *(".".join([*base, alias.name]) for alias in node.names)]
+    else:
+        return []
+    whole = [name.split(".") for name in names]
+    return list(dict.fromkeys(".".join(each[:end]) for each in whole for end in range(1, len(each) + 1)))
+
+
+def _loads_dotenv(node: ast.AST) -> str:
+    called = node.func if isinstance(node, ast.Call) else None
+    name = getattr(called, "attr", getattr(called, "id", ""))
+    return "a variable" if name == "load_dotenv" else ""
 
 
 def _nodes_of(scope: ast.AST) -> Iterator[ast.AST]:

@@ -180,6 +180,31 @@ def test_variables_that_a_function_sets_before_it_imports_torch(tmp_path: Path) 
     assert environment_set_by(str(path)) == ["D", "B"]
 
 
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("import settings\nimport torch", ["OMP_NUM_THREADS"]),
+        ("import torch\nimport settings\nimport torch.nn", []),
+        ("import numpy\nfrom settings import x\nimport model", ["OMP_NUM_THREADS"]),
+        ("from pack import inner\nimport torch", ["INNER"]),
+        ("import settings\nimport json", []),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", ["a variable"]),
+        ("import torch\nimport dotenv\ndotenv.load_dotenv()\nimport json", []),
+    ],
+)
+def test_variables_that_a_module_of_the_script_sets_before_torch(
+    tmp_path: Path, script: str, found: list[str]
+) -> None:
+    """OMP_NUM_THREADS had no effect there: other threads, other sums."""
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "settings.py").write_text("import os, train\nos.environ['OMP_NUM_THREADS'] = '1'\nx = 1")
+    (tmp_path / "model.py").write_text("from torch import nn")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "inner.py").write_text("import os; os.environ.setdefault('INNER', '1')")
+    assert environment_set_by(str(tmp_path / "train.py")) == found
+
+
 CHANGES = """
 import os, setting_one
 os.environ["DIRECT"] = "1"
