@@ -42,6 +42,7 @@ _CANNOT_EXECUTE = 127
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 _STANDARD = (0, 1, 2)
+_TRACKER = b"from multiprocessing.resource_tracker import main"  # in its command line
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _descriptors_given: list[tuple[int, int]] = []  # the limits before `allow_descriptors`
@@ -208,9 +209,46 @@ def send(process: HostProcess, number: int, *, group: bool = False) -> None:
 
 
 def end_group(leader: int) -> None:
-    """SIGKILL what is left of a process group whose leader may be dead."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+    """SIGKILL what is left of a process group whose leader is dead; but not what removes the shared memory of
+    those that were killed: it ends by itself when nobody is left who could need it.
+    """
+    seen: set[int] = set()
+    # Looked for again: what a process has forked before it was killed.
+    while new := set(_members_of(leader)) - seen:
+        seen |= new
+        for pid in new:
+            with contextlib.suppress(OSError):
+                _kill_member(pid, leader)
+
+
+def _kill_member(pid: int, group: int) -> None:
+    handle = os.pidfd_open(pid)
+    try:
+        # Asked once more: now its number is no other process's.
+        if _members_of(group, pid) and not _cleans_up(pid):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    finally:
+        os.close(handle)
+
+
+def _members_of(group: int, only: int | None = None) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for name in os.listdir("/proc") if only is None else [str(only)]:
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+                state, _, its_group = stat.read().rpartition(b")")[2].split()[:3]
+                if int(its_group) == group and state not in (b"Z", b"X"):
+                    found.append(int(name))
+    return found
+
+
+def _cleans_up(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command:
+            return _TRACKER in command.read()
+    except OSError:
+        return False
 
 
 def status_text(status: int) -> str:

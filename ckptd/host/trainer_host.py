@@ -496,7 +496,7 @@ class TrainerHost:
                 self._trainer.pid,
                 self._options.stop_s,
             )
-            send(self._trainer, signal.SIGKILL, group=True)
+            send(self._trainer, signal.SIGKILL)  # its group follows when it has ended
 
     # -- the zygote -------------------------------------------------------------------------------
 

@@ -232,6 +232,38 @@ sys.exit(10 + len(count))
 """
 
 
+SHARES = """
+import os, signal, sys, time
+from multiprocessing import shared_memory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+block = shared_memory.SharedMemory(create=True, size=4096, name=f"ckptd-test-{os.getpid()}")
+print(block.name, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [(), ("--no-fork",)])
+def test_shared_memory_of_a_killed_trainer_is_removed(hosting: Hosting, how: tuple[str, ...]) -> None:
+    """By the process that Python has for that. It was killed with the trainer's workers, so each failure left what the
+    script had shared.
+    """
+    hosting.write("train.py", SHARES)
+    hosting.known("train.py")
+    with hosting.start(*how, "train.py", env={"CKPTD_HOST_STOP_S": "1"}) as host:
+        assert host.stdout is not None
+        first = Path("/dev/shm", host.stdout.readline().strip())
+        (trainer,) = trainers_of(host.pid)
+        assert first.exists()
+        os.kill(trainer, signal.SIGKILL)
+        second = Path("/dev/shm", host.stdout.readline().strip())
+        until(lambda: not first.exists(), "the removal of what the first one has shared")
+        assert second.exists()
+        host.terminate()  # which the trainer ignores
+        os.kill(trainers_of(host.pid)[0], signal.SIGKILL)
+        assert host.wait(timeout=60) == -signal.SIGKILL
+        until(lambda: not second.exists(), "the removal of what the second one has shared")
+
+
 @pytest.mark.parametrize("how", [(), ("--no-fork",)])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_signal_arrives_once(hosting: Hosting, how: tuple[str, ...], everywhere: bool) -> None:
