@@ -334,7 +334,11 @@ class Recorder:
         elif self.in_doubt:
             self._leave_out()
         elif not self._chain.refused:
-            self._take_unless_refused(step)
+            try:
+                self._take(step)
+            except NotCapturable as refused:
+                # Before anything was begun. It does not go away by itself, so it is not tried again.
+                self.refuse(cannot_be_captured(self._binding.kept.whose, refused))
 
     def _reading(self, iteration_s: float, waited_s: float, sealing_s: float) -> SnapshotReading:
         """What the step that ended took, and its snapshot's part in that."""
@@ -559,13 +563,6 @@ class Recorder:
         """Take no snapshot here; the next one begins a new chain."""
         self._tape.take()
         self._chain.cut()
-
-    def _take_unless_refused(self, step: int) -> None:
-        try:
-            self._take(step)
-        except NotCapturable as refused:
-            # Before anything was begun. It does not go away by itself, so it is not tried again.
-            self.refuse(cannot_be_captured(self._binding.kept.whose, refused))
 
     def refuse(self, text: str) -> None:
         """Take no snapshot any more; ``text`` says why."""

@@ -91,8 +91,8 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
         if seen == 4 or inner is None:
             raise ValueError(
-                f"{type(optimizer).__name__} is not a torch.optim.Optimizer and holds none in `.optimizer` or "
-                "`.optim`; pass the optimizer itself (or a list of them)"
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer and holds none in `.optimizer` "
+                "or `.optim`; pass the optimizer itself (or a list of them)"
             )
         optimizer, seen = inner, seen + 1
     return optimizer

@@ -1,9 +1,9 @@
 """Ranks that hold the same parameters compare them while they train, by checksums in the job's store.
 
-One rank captures such parameters for all, so after a failure all go on with its values. `FirstPlan` compares
-them after the first update, and they may part later: local SGD that begins after a warm-up, a micro-batch that
-was not synchronized, a bit that flips. No rank waits for another: what the others have found is seen at a later
-step.
+One rank captures such parameters for all, so after a failure all go on with its values. `FirstPlan`
+compares them after the first update, and they may part later: local SGD that begins after a warm-up, a
+micro-batch that was not synchronized, a bit that flips. No rank waits for another: what the others have
+found is seen at a later step.
 """
 
 from __future__ import annotations
@@ -133,18 +133,18 @@ class ReplicaWatch:
         since = "after the first update" if last is None else f"at step {last}"
         if 2 * len(unlike) > len(open_.groups[group]):
             return (
-                f"ranks {ranks} train apart: parameters of which one rank captured the values for all were equal "
-                f"{since}, and differ at step {open_.step} ({unlike[0]}, and others). From here on each rank "
-                "captures its own; snapshots from before that may hold one rank's values for all. If ranks are "
-                "meant to train apart (local SGD), begin with LayoutOptions(capture_once=False); if not, look for "
-                "a step without synchronization"
+                f"ranks {ranks} train apart: parameters of which one rank captured the values for all "
+                f"were equal {since}, and differ at step {open_.step} ({unlike[0]}, and others). From here "
+                "on each rank captures its own; snapshots from before that may hold one rank's values for "
+                "all. If ranks are meant to train apart (local SGD), begin with "
+                "LayoutOptions(capture_once=False); if not, look for a step without synchronization"
             )
         if group not in self._told and self._memory.identity.rank == group.ranks[0]:
             self._told.add(group)
             text = (
-                f"ranks {ranks} hold different values of {', '.join(map(str, unlike))}: equal {since}, different "
-                f"at step {open_.step}. A bit has flipped in one of them, or one has computed wrong; after a "
-                "failure all go on with the values of the rank that captures them"
+                f"ranks {ranks} hold different values of {', '.join(map(str, unlike))}: equal {since}, "
+                f"different at step {open_.step}. A bit has flipped in one of them, or one has computed "
+                "wrong; after a failure all go on with the values of the rank that captures them"
             )
             logger.error("%s", text)
             self._memory.session.notice("error", "replicas_differ", text)

@@ -131,7 +131,7 @@ class Catalog:
 
     @property
     def highest_epoch(self) -> int:
-        """Of all checkpoints and objects, also of a history that ended before it had a checkpoint; -1: none."""
+        """Of all checkpoints and objects, also of a history that ended before its first one; -1: none."""
         of_objects = (found.name.epoch for listed in self.objects.values() for found in listed)
         return max((*self.epochs, *of_objects), default=-1)
 
