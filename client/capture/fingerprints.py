@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ckptd.client.optimizers.value_trees import counts_steps
+
 __all__ = ["GENERATORS", "fingerprint", "is_time", "of_user"]
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -60,7 +62,8 @@ def is_time(value: object) -> bool:
 def _has_parts(value: object) -> bool:
     if isinstance(value, dict | list | tuple | deque | set | frozenset):
         return True
-    return of_user(type(value)) and not isinstance(value, nn.Module | type)
+    own = of_user(type(value)) and not isinstance(value, nn.Module | type)
+    return own or counts_steps(value)
 
 
 class _Look:
@@ -97,7 +100,8 @@ class _Look:
         elif isinstance(value, set | frozenset):
             yield len(value)
         else:
-            for name, part in islice(getattr(value, "__dict__", {}).items(), _OF_ONE):
+            slots = {n: getattr(value, n, None) for n in getattr(type(value), "__slots__", ())}
+            for name, part in islice((slots | getattr(value, "__dict__", {})).items(), _OF_ONE):
                 yield name
                 yield from self.parts(part, depth)
 

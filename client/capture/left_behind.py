@@ -31,6 +31,7 @@ from ckptd.client.capture.whole_objects import WholeObject
 from ckptd.client.data import Batches
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
+from ckptd.client.optimizers.value_trees import counts_steps
 
 __all__ = ["LeftBehind", "around_loop", "variables_of"]
 
@@ -200,7 +201,8 @@ class LeftBehind:
             return True
         if isinstance(value, Tensor):
             return not value.requires_grad
-        return of_user(type(value)) and not isinstance(value, Dataset | Sampler | type)
+        own = of_user(type(value)) and not isinstance(value, Dataset | Sampler | type)
+        return own or counts_steps(value)
 
     def _skips(self, part: object) -> bool:
         """True for a part of an object that is no state of its own."""

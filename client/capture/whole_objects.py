@@ -24,6 +24,7 @@ from ckptd.client.optimizers.value_trees import (
     NotCapturable,
     TreeReader,
     TreeWriter,
+    counts_steps,
     is_ignored,
     left_alone,
 )
@@ -44,7 +45,8 @@ def why_not_whole(name: str, value: object) -> str:
         )
     if isinstance(value, _IN_PLACE):
         return ""
-    if is_ignored(value) or hasattr(value, "__next__") or not hasattr(value, "__dict__"):
+    has_attributes = hasattr(value, "__dict__") or counts_steps(value)
+    if is_ignored(value) or hasattr(value, "__next__") or not has_attributes:
         return "pass objects with state_dict() and load_state_dict()"
     return ""
 

@@ -54,6 +54,7 @@ __all__ = [
     "NotCapturable",
     "TreeReader",
     "TreeWriter",
+    "counts_steps",
     "flat_state",
     "is_ignored",
     "left_alone",
@@ -104,10 +105,13 @@ _IGNORED_MODULES = (
     "torch.utils",
     "accelerate",
     "ckptd",
+    "contextlib",
     "triton",
 )
 # But these count steps.
 _OF_THE_RUN = (
+    "accelerate.local_sgd",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
     "torch.distributed.algorithms.model_averaging",
     "torch.distributed.optim.post_localSGD_optimizer",
 )
@@ -548,11 +552,16 @@ def is_ignored(value: object) -> bool:
         return True
     if isinstance(value, Tensor | torch.Generator):
         return False
+    return _is_of(value, _IGNORED_MODULES) and not counts_steps(value)
+
+
+def counts_steps(value: object) -> bool:
+    """True for an object of a library that counts steps without a ``state_dict`` (local SGD)."""
+    return _is_of(value, _OF_THE_RUN)
+
+
+def _is_of(value: object, packages: Sequence[str]) -> bool:
     module = f"{type(value).__module__ or ''}."
-    return _is_in(module, _IGNORED_MODULES) and not _is_in(module, _OF_THE_RUN)
-
-
-def _is_in(module: str, packages: Sequence[str]) -> bool:
     return any(module.startswith(f"{package}.") for package in packages)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptd.client.capture.left_behind import LeftBehind, around_loop, variables_of
@@ -166,6 +167,12 @@ def test_what_the_program_keeps(job: Job, caplog: pytest.LogCaptureFixture) -> N
     )
     assert "NOT CAPTURED: meter (Meter), norms (list), noise (Generator): it changes while it trains" in told
     assert 'state={"meter": meter, "norms": norms, "noise": noise}' in told
+
+
+def test_what_counts_steps_of_local_sgd(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    state = PostLocalSGDState(None, None, 3)
+    job.after = [lambda: state.maybe_increase_iter(SimpleNamespace(is_last=lambda: True))]
+    assert "NOT CAPTURED: hook (PostLocalSGDState)" in job.said(caplog, hook=state)
 
 
 def test_variables_that_are_carried_over(job: Job, caplog: pytest.LogCaptureFixture) -> None:

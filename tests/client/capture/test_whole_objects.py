@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -147,3 +148,39 @@ def test_what_nobody_can_change_in_place() -> None:
 
 def test_a_replay_does_not_compare_it() -> None:
     assert not WholeObject("own", {}).reproducible
+
+
+def averager() -> Any:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    made: Any = PeriodicModelAverager.__new__(PeriodicModelAverager)  # its own __init__ needs a process group
+    made.process_group, made.step, made.period, made.warmup_steps = None, 0, 4, 2
+    return made
+
+
+def hook_state() -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    return PostLocalSGDState(None, None, 3)
+
+
+def local_sgd() -> Any:
+    accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed (extra test)")
+    from accelerate.local_sgd import LocalSGD
+
+    made = LocalSGD(accelerate.Accelerator(cpu=True), nn.Linear(2, 2), 8)
+    made.model_sync_obj = nullcontext()  # as within `with`
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "counts"), [(averager, "step"), (hook_state, "iter"), (local_sgd, "num_steps")]
+)
+def test_what_libraries_count_of_local_sgd(make: Any, counts: str) -> None:
+    """These objects have no ``state_dict``: after a resume, ranks averaged at other steps, in silence."""
+    before, after = make(), make()
+    items = whole(before, nn.Linear(2, 2)), whole(after, nn.Linear(2, 2))
+    assert why_not_whole("local", before) == ""
+    setattr(before, counts, 13)
+    carry(*items)
+    assert getattr(after, counts) == 13

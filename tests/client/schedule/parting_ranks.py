@@ -45,19 +45,6 @@ class _Said(logging.Handler):
         self.unlike += "hold different values" in record.getMessage()
 
 
-class _Counted:
-    """An attribute that counts steps, for ``state=``."""
-
-    def __init__(self, counts: Any, name: str) -> None:
-        self._counts, self._name = counts, name
-
-    def state_dict(self) -> dict[str, int]:
-        return {self._name: getattr(self._counts, self._name)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        setattr(self._counts, self._name, state[self._name])
-
-
 def _largest(number: int) -> int:
     """Of all ranks, which also makes them wait for each other."""
     found = torch.tensor(number)
@@ -84,13 +71,13 @@ def train(endpoint: str, run: str, what: str, rank: int, steps: int, window: int
         hook = local_sgd.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=WARM_UP)
         ddp.register_comm_hook(hook, local_sgd.post_localSGD_hook)
         averager = PeriodicModelAverager(period=PERIOD, warmup_steps=WARM_UP)
-        optimizer, state = PostLocalSGDOptimizer(inner, averager), {"hook": _Counted(hook, "iter")}
+        optimizer, state = PostLocalSGDOptimizer(inner, averager), {"hook": hook}
     who = RunOptions(name=run, job="parting", rank=rank, world_size=2)
     daemon = None if endpoint == "off" else endpoint
     snapshots, given = SnapshotOptions(policy="dense"), optimizer
     if window > 1:  # around an optimizer, another one may do anything, and snapshots must be dense
         snapshots, given = SnapshotOptions(window=window), inner
-        state |= {"averager": _Counted(averager, "step")} if what == "local SGD" else {}
+        state |= {"averager": averager} if what == "local SGD" else {}
     ckpt = Checkpointer(ddp, given, state=state, run=who, daemon=daemon, snapshots=snapshots)
     told_at = 0
     done = 0
