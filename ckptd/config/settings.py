@@ -219,7 +219,7 @@ def _store_value(text: str) -> str:
     if text.startswith("file://") and not text.startswith("file:///"):
         raise ValueError("a file URL has an absolute path: file:///folder")
     if text.rstrip("/").endswith(":"):
-        raise ValueError("no bucket or folder")
+        raise ValueError("it names no bucket or container")
     return text.rstrip("/")
 
 

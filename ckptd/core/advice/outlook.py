@@ -280,8 +280,8 @@ def partial_outlook(
 
     A failure loses ``every * (window - 1) / 2`` iterations of all experts' updates, on average over the
     experts' turns. If a durable checkpoint stores p of the W parts of the experts every n iterations, a
-    recovery from storage loses ``n * (W / p - 1) / 2`` more: exactly if p divides W and W divides n
-    (`choose_durable`).
+    recovery from storage loses ``n * (W / p - 1) / 2`` more: exactly if p divides W and W divides n, and less
+    if W is 2 and n such a window (`choose_durable`).
 
     Args:
         parts: that a durable checkpoint stores; 0: all.
