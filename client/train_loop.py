@@ -284,7 +284,8 @@ class LoopSide:
         """The steps of a protected loop, each after its top; a last top takes the last step's snapshot."""
         for step in self.bodies(steps):
             self._top(step)
-            if self.left_behind is not None:
+            # A job that comes back must not wait for it.
+            if self.left_behind is not None and (self._phases is None or self._new_from == 0):
                 self.left_behind = self.left_behind.look()
             self.pipeline.begin(step, replaying=self.replaying.replay is not None)
             yield step

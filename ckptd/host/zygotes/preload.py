@@ -22,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, ItemsView, Iterator, Sequence, ValuesView
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -243,12 +244,15 @@ def belongs(root: str, own: str) -> bool:
 
 def _below(path: str, folder: str) -> bool:
     """Whether a file is below a folder or contains it, and was not installed there by a package manager."""
-    libraries = {
-        os.path.realpath(each) for each in map(sysconfig.get_path, ("stdlib", "purelib", "platlib")) if each
-    }
-    if any(path.startswith(f"{library}/") for library in libraries) or "/site-packages/" in path:
+    if any(path.startswith(f"{library}/") for library in _libraries()) or "/site-packages/" in path:
         return False
     return f"{path}/".startswith(f"{folder}/") or f"{folder}/".startswith(f"{path}/")
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    paths = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    return tuple(os.path.realpath(each) for each in paths if each)
 
 
 class SourceFiles:
