@@ -39,8 +39,8 @@ STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
 # Says nothing but errors: neither that there is a newer pip, nor which of the configured indexes lack a package.
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
-# Three at a time, also on two cores, file by file (fixtures are shared within a file): many tests wait for processes.
-PYTEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Two at a time, file by file (fixtures are shared within a file): most tests wait for processes more than they compute.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 EXTRAS := bench demo deploy docs release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000

@@ -89,7 +89,9 @@ def test_memory_that_is_older_than_storage_does_not_count(
     daemon.kill()
     older = {path: path.read_bytes() for path in daemon.segment_dir.glob(f"*~{run}~*.seg")}
     daemon.start()
-    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", expect_killed=True)
+    # So slowly that uploads keep up: after the kill, what was not begun is not uploaded.
+    slow = ("--step-ms", "100")
+    jobs.run("plain", "--total", "40", "--run", run, "--kill-at", "30", *slow, expect_killed=True)
     eventually(lambda: committed(store, run)[:1] > [12], "a newer durable checkpoint", timeout_s=30)
     newest = committed(store, run)[0]
     record = daemon.segment_dir / f"e2e~{run}.run"
