@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Draws", "capture_rng", "restore_rng"]
+__all__ = ["GENERATORS", "Draws", "capture_rng", "restore_rng"]
+
+# What a program may keep of its own.
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def capture_rng() -> dict[str, Any]:

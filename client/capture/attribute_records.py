@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from ckptd.client import values
 from ckptd.client.optimizers.value_trees import NotCapturable, TreeReader, TreeWriter, plain_tensor
+from ckptd.client.rng_state import GENERATORS
 
 __all__ = [
     "MISSING",
@@ -42,7 +42,6 @@ _BUFFER = "a buffer (register_buffer) is captured"
 _SCALARS = (type(None), bool, int, float, str)
 _SIZED = (list, tuple, dict, set, deque)
 _CONTAINERS = frozenset[type]({*_SIZED, OrderedDict, defaultdict, frozenset, np.ndarray})
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class AttributeRecord(NamedTuple):
@@ -217,7 +216,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _may_be_recorded(value: object) -> bool:
-    return type(value) in _CONTAINERS or isinstance(value, (Tensor, np.generic, *_GENERATORS))
+    return type(value) in _CONTAINERS or isinstance(value, (Tensor, np.generic, *GENERATORS))
 
 
 def _samples(tensors: Sequence[Tensor]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import site
 import sys
 import sysconfig
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client.optimizers.value_trees import counts_steps
+from ckptd.client.rng_state import GENERATORS
 
-__all__ = ["GENERATORS", "fingerprint", "is_time", "of_user"]
+__all__ = ["fingerprint", "is_time", "of_user"]
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 2000
 _OF_ONE = 64

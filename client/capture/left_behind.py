@@ -26,12 +26,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ckptd.client import values
 from ckptd.client.capture.attribute_records import AttributeRecorder, LeftOut
 from ckptd.client.capture.carried_variables import carried_variables
-from ckptd.client.capture.fingerprints import GENERATORS, fingerprint, is_time, of_user
+from ckptd.client.capture.fingerprints import fingerprint, is_time, of_user
 from ckptd.client.capture.whole_objects import WholeObject
 from ckptd.client.data import Batches
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.value_trees import counts_steps
+from ckptd.client.rng_state import GENERATORS
 
 __all__ = ["LeftBehind", "around_loop", "variables_of"]
 

@@ -8,7 +8,6 @@ Nothing is left out in silence: a value that no snapshot can hold is an error wi
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -28,11 +27,11 @@ from ckptd.client.optimizers.value_trees import (
     is_ignored,
     left_alone,
 )
+from ckptd.client.rng_state import GENERATORS
 
 __all__ = ["WholeObject", "why_not_whole"]
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_IN_PLACE = (list, dict, deque, set, Tensor, np.ndarray, *_GENERATORS)
+_IN_PLACE = (list, dict, deque, set, Tensor, np.ndarray, *GENERATORS)
 _FIXED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, np.generic)
 
 

@@ -25,7 +25,7 @@ import torch
 
 from ckptd.client.data.loaders import After
 from ckptd.client.log_lines import get_logger
-from ckptd.client.rng_state import capture_rng, restore_rng
+from ckptd.client.rng_state import GENERATORS, capture_rng, restore_rng
 
 __all__ = ["DataPosition", "Reach", "log_refetched"]
 
@@ -70,7 +70,6 @@ _SAMPLERS = ("sampler", "batch_sampler")
 _DEPTH = 8
 _ITEMS = 64
 _PLAIN = (type(None), bool, int, float, str)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # `SystemRandom` has no state: its numbers cannot be repeated.
 _STATELESS = random.SystemRandom
 _GLOBAL = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
@@ -177,7 +176,7 @@ def _walk(
                 yield at, _Found(child, value, name)
         elif id(child) not in seen and id(child) not in _GLOBAL:
             seen.add(id(child))
-            if isinstance(child, _GENERATORS):
+            if isinstance(child, GENERATORS):
                 if not isinstance(child, _STATELESS):
                     yield at, _Found(child)
             else:
@@ -242,9 +241,9 @@ def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
         used = plain.__globals__[name]
         if isinstance(used, types.ModuleType) and used.__name__.partition(".")[0] not in _LIBRARIES:
             for inner in sorted(names & vars(used).keys()):
-                if isinstance(vars(used)[inner], _GENERATORS):
+                if isinstance(vars(used)[inner], GENERATORS):
                     yield f"{name}.{inner}", vars(used)[inner]
-        elif isinstance(used, (*_GENERATORS, types.FunctionType, functools.partial)):
+        elif isinstance(used, (*GENERATORS, types.FunctionType, functools.partial)):
             yield name, used
 
 
