@@ -23,7 +23,7 @@ __all__ = ["ReplicaWatch"]
 logger = get_logger(__name__)
 
 # Steps of the first comparison, of the next ones at twice as many, and from there on between two: reading all
-# parameters takes some hundredths of a step.
+# parameters of a small model on a CPU takes up to half a step.
 _FIRST, _EVERY = 16, 1024
 _PARTS = 8
 

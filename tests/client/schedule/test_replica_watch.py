@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import uuid
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,34 +71,27 @@ def verdicts(sides: list[Side], first: int) -> list[str]:
     return found
 
 
-def compared(side: Side) -> list[int]:
-    """The steps of the first 5,000 at which a comparison begins."""
+def compared(side: Side, steps: Iterable[int]) -> list[int]:
+    """Those of these steps at which a comparison begins."""
     begun: list[int] = []
     side.watch._begin = lambda step, sharing: begun.append(step)  # type: ignore[method-assign]
-    for step in range(5000):
+    for step in steps:
         side.look(step)
     return begun
 
 
 def test_it_compares_ever_more_rarely(sides: list[Side]) -> None:
-    assert compared(sides[0]) == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
+    assert compared(sides[0], range(5000)) == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
 
 
 @pytest.mark.parametrize("stride", [3, 7])
 def test_where_not_every_step_is_a_boundary_the_next_one_counts(sides: list[Side], stride: int) -> None:
-    begun: list[int] = []
-    sides[0].watch._begin = lambda step, sharing: begun.append(step)  # type: ignore[method-assign]
-    for step in range(0, 2100, stride):
-        sides[0].look(step)
-    assert begun == [-(-due // stride) * stride for due in (16, 32, 64, 128, 256, 512, 1024, 2048)]
+    due = [-(-step // stride) * stride for step in (16, 32, 64, 128, 256, 512, 1024, 2048)]
+    assert compared(sides[0], range(0, 2100, stride)) == due
 
 
 def test_a_life_that_begins_late_compares_at_the_same_steps_as_the_others(sides: list[Side]) -> None:
-    begun: list[int] = []
-    sides[0].watch._begin = lambda step, sharing: begun.append(step)  # type: ignore[method-assign]
-    for step in range(700, 2100):
-        sides[0].look(step)
-    assert begun == [1024, 2048]
+    assert compared(sides[0], range(700, 2100)) == [1024, 2048]
 
 
 def test_equal_replicas_say_nothing(sides: list[Side]) -> None:
