@@ -272,6 +272,7 @@ class Provision:
         if apart := self._watch.look(step, self._planner.sharing):
             logger.warning("%s", apart)
             self._memory.session.notice("warning", "not_shared", apart)
+            self._watch.close()
             self._planner.sharing = NOTHING_SHARED
             self._uncaptured = "parameters that differ between ranks"
 

@@ -42,11 +42,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """What this rank has proposed at a step."""
+    """What this rank has proposed at a step; ``waiting``: groups of which not all ranks have told theirs."""
 
     step: int
     agreement: StoreAgreement
     groups: dict[Replicas, list[_Part]]
+    waiting: set[Replicas]
 
     def key(self, group: Replicas) -> str:
         return f"{self.step}-{group.key}"
@@ -102,7 +103,7 @@ class ReplicaWatch:
         prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}/replicas"
         agreement = StoreAgreement(job_store(), identity, prefix=prefix)
         groups = {group: self._parts(names) for group, names in sharing.by_group().items()}
-        self._open = _Comparison(step, agreement, groups)
+        self._open = _Comparison(step, agreement, groups, set(groups))
         for group, parts in groups.items():
             numbers = [number for part in parts for number in (part.value, -part.value)]
             agreement.propose(self._open.key(group), numbers, among=len(group.ranks))
@@ -113,14 +114,16 @@ class ReplicaWatch:
         return [_Part(part, int(checksum(self._binding, part), 16) >> 1) for part in parts]
 
     def _answers(self, open_: _Comparison) -> str:
-        found = {group: open_.unlike(group) for group in open_.groups}
-        if any(unlike is None for unlike in found.values()):
-            return ""
-        self._open = None
-        if self._before is not None and self._memory.identity.rank in {g.ranks[0] for g in found}:
-            self._before.forget()
-        self._before = open_
-        reasons = [self._judge(open_, group, unlike or []) for group, unlike in found.items()]
+        reasons = []
+        for group in [each for each in open_.groups if each in open_.waiting]:
+            if (unlike := open_.unlike(group)) is not None:
+                open_.waiting.discard(group)
+                reasons.append(self._judge(open_, group, unlike))
+        if not open_.waiting:
+            self._open = None
+            if self._before is not None and self._memory.identity.rank in {g.ranks[0] for g in open_.groups}:
+                self._before.forget()
+            self._before = open_
         return next(filter(None, reasons), "")
 
     def _judge(self, open_: _Comparison, group: Replicas, unlike: Sequence[_Part]) -> str:

@@ -140,6 +140,23 @@ def test_ranks_that_train_apart_know_both(sides: list[Side]) -> None:
         assert "equal after the first update, and differ at step 16" in text
 
 
+def test_a_group_that_does_not_answer_hides_no_other_one(sides: list[Side]) -> None:
+    with torch.no_grad():
+        for param in sides[1].model.parameters():
+            param.add_(1.0)
+    silent = Replicas((0, 1, 2), None)  # rank 2 never comes
+    for side in sides:
+        side.sharing = ReplicatedParams(dict(side.sharing.replicas) | {"0.weight": silent})
+        side.look(16)
+    found, until = "", time.monotonic() + WAIT_S
+    while not found and time.monotonic() < until:
+        found = sides[0].look(17)
+        time.sleep(0.01)
+    assert found.startswith("ranks 0, 1 train apart: ")
+    for side in sides:
+        side.watch.close()
+
+
 def test_a_rank_that_does_not_come_is_not_waited_for(sides: list[Side]) -> None:
     sides[0].look(16)
     for step in range(17, 32):
