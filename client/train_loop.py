@@ -136,8 +136,7 @@ class LoopSide:
         for optimizer in self._binding.optimizers:
             keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
             keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
-        every = register_optimizer_step_post_hook(lambda optimizer, *_: self._foreign.stepped(optimizer))
-        keep.callback(every.remove)
+        keep.callback(register_optimizer_step_post_hook(self._after_any_step).remove)
         begins, ended = ModuleHook(self.forward_begins), ModuleHook(self.forward_ended)
         for module in callables_of(model):
             keep.callback(module.register_forward_pre_hook(begins).remove)
@@ -460,6 +459,13 @@ class LoopSide:
             self.parking.before_update()
         if rehearse is not None:
             rehearse(loss)
+
+    def _after_any_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A step of any optimizer of the process: an error of ours must not reach it."""
+        try:
+            self._foreign.stepped(optimizer)
+        except Exception as error:  # noqa: BLE001 - logged, and training goes on
+            logger.warning("whether %s is known was not found out: %s", type(optimizer).__name__, error)
 
     def _number_of(self, optimizer: Any) -> int:
         return next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)

@@ -26,6 +26,7 @@ from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.capture.step_state import HoldsGradients
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.optimizers.foreign_optimizers import ForeignOptimizers
 from ckptd.client.rng_state import capture_rng
 from ckptd.core.recovery.recovery_phases import phases_in_metrics
 from ckptd.core.slots.slots import SlotState
@@ -197,6 +198,23 @@ def test_a_loop_that_steps_another_optimizer_is_told(
     for _ in ckpt.steps(110):
         pass
     assert "no snapshot in 100 steps: no optimizer that Checkpointer got has stepped; pass" in caplog.text
+
+
+def test_an_error_while_other_optimizers_are_looked_at_ends_no_step(
+    model: MoE,
+    make: Callable[..., Checkpointer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The hook is called in every optimizer's step of the process."""
+
+    def fails(self: ForeignOptimizers, optimizer: Any) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(ForeignOptimizers, "stepped", fails)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert train(make(model, optimizer), model, optimizer, 3) == [0, 1, 2]
+    assert "whether AdamW is known was not found out: dictionary changed size" in caplog.text
 
 
 def test_a_dependent_optimizer_is_refused_with_reason_and_way_out(model: MoE, endpoint: str) -> None:
