@@ -20,6 +20,7 @@
 #   make campaign-failpoints  kills, stops and errors drawn over every store, lock, rename, message and request (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while an incarnation starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+#   make campaign-audit  seeded audits of clean steps, and of steps in which a bit flips (long); CKPTD_KILLS=n audits, CKPTD_SEED=n steers it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
 #   make campaign-habits  other people's data pipelines and optimizers, each killed twice: exact or refused (long); CKPTD_SEED=n steers it
 #   make fuzz      a million inputs, guided by coverage, to all that reads bytes of others (long); CKPTD_INPUTS=n and CKPTD_SEED=n steer it
@@ -50,7 +51,7 @@ GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 REROUTE_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-serving demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-matrix campaign-habits simulation simulation-mutations fuzz kernel lock dist clean
+.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-reroute demo-serving demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-failpoints campaign-storage campaign-elastic campaign-audit campaign-matrix campaign-habits simulation simulation-mutations fuzz kernel lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -170,6 +171,9 @@ campaign-storage: $(STAMP)
 
 campaign-elastic: $(STAMP)
 	$(BIN)/python -m tests.e2e.elastic_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+campaign-audit: $(STAMP)
+	$(BIN)/python -m tests.e2e.audit_campaign --audits $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-matrix: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m long --ignore tests/habits

@@ -30,20 +30,22 @@ def play(
     argv: Sequence[str] | None,
     *,
     kills: int,
+    counts: str = "kills",
 ) -> int:
     """Run a campaign with ``--kills`` and ``--seed``; 1 if anything was not as it has to be.
 
     Args:
         name: of the module.
         kills: if none are given.
+        counts: what the campaign does so many of, and the name of the option.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
-    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument(f"--{counts}", dest="number", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))
     args = parser.parse_args(argv)
     say = sys.stdout.write
     say(f"seed {args.seed}; --seed {args.seed} repeats the choices\n")
     with tempfile.TemporaryDirectory(prefix="ckptd-campaign-") as folder:
-        rounds = campaign(args.kills, args.seed, Path(folder), say)
+        rounds = campaign(args.number, args.seed, Path(folder), say)
     say(table(rounds) + "\n")
     return 1 if any(found.failures for found in rounds) else 0

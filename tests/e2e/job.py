@@ -18,7 +18,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,13 @@ def odd_step(job: Job, odd: str, step: int) -> Iterator[None]:
 
 
 def flip_bit(job: Job, what: str) -> None:
-    """Flip a bit of the mantissa in the first element of ``PARAM`` or ``KEY/PARAM`` (optimizer state)."""
+    """Flip a bit of the mantissa in the first element of ``PARAM`` or ``KEY/PARAM`` (optimizer state); with
+    ``params/SEED`` a bit that is drawn of a parameter, with ``states/SEED`` of an optimizer's state, too.
+    """
+    kind, _, seed = what.partition("/")
+    if kind in ("params", "states"):
+        _flip_drawn(random.Random(seed), "state", _states(job, moments=kind == "states"))
+        return
     *key, name = what.split("/")
     param = next(p for n, p in job.model.named_parameters() if n.endswith(name))
     state = next(o.state[param] for o in job.optimizers if param in o.state)
@@ -133,17 +139,67 @@ def _flip(tensor: torch.Tensor) -> None:
     tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 18)
 
 
+def _updated(job: Job) -> dict[str, tuple[torch.Tensor, Mapping[str, Any]]]:
+    """What optimizers update, and what they keep of it."""
+    names = {param: name for name, param in job.model.named_parameters()}
+    held = [
+        (p, o.state.get(p, {})) for o in job.optimizers for group in o.param_groups for p in group["params"]
+    ]
+    return {names.get(param, f"param {i}"): (param, kept) for i, (param, kept) in enumerate(held)}
+
+
+def _states(job: Job, *, moments: bool) -> dict[str, torch.Tensor]:
+    """Parameters that an optimizer updates, with or without what it keeps of them."""
+    found = {}
+    for name, (param, kept) in _updated(job).items():
+        found[name] = param.data
+        if moments:
+            found |= {f"{key}/{name}": value for key, value in kept.items() if torch.is_tensor(value)}
+    return found
+
+
+def _gradients(job: Job) -> dict[str, torch.Tensor]:
+    return {name: param.grad for name, (param, _) in _updated(job).items() if param.grad is not None}
+
+
+def _flip_drawn(rng: random.Random, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Flip one bit of one element; of a float so that it stays finite and does not grow beyond all others."""
+    name = rng.choice(sorted(name for name, tensor in tensors.items() if tensor.numel()))
+    tensor = tensors[name]
+    index, size = rng.randrange(tensor.numel()), tensor.element_size()
+    at = tuple(int(i) for i in np.unravel_index(index, tensor.shape)) if tensor.dim() else ()
+    before = tensor[at].item()
+    raw = tensor[at].reshape(1).clone().view(torch.uint8)
+    for bit in rng.sample(range(8 * size), 8 * size):
+        changed = raw.clone()
+        changed[bit // 8] ^= 1 << bit % 8
+        value = changed.view(tensor.dtype)
+        if tensor.is_floating_point() and not abs(value.item()) <= 10 * abs(before) + 1e-3:
+            continue
+        if tensor.dim() or value.item() >= 0:  # a count of steps stays one
+            with torch.no_grad():
+                tensor[at] = value[0]
+            print(f"flipped bit {bit} of {kind} {name}{list(at)}: {before} is {value.item()}", flush=True)  # noqa: T201
+            return
+    raise ValueError(f"no bit of {name} can be flipped")
+
+
 @contextlib.contextmanager
 def flipped_in(job: Job, where: str, step: int) -> Iterator[None]:
-    """In one step a bit flips in a gradient that is about to be used (``grad/PARAM``), or in what a module
-    returns (``output/MODULE``).
+    """In one step a bit flips in a gradient that is about to be used (``grad/PARAM``; one that is drawn:
+    ``grads/SEED``), or in what a module returns (``output/MODULE``).
     """
     at, _, what = where.partition(":")
     if at != str(step):
         yield
         return
     kind, _, name = what.partition("/")
-    if kind == "grad":
+    if kind == "grads":
+        draw = random.Random(name)
+        hook = job.optimizers[0].register_step_pre_hook(
+            lambda *_: _flip_drawn(draw, "gradient", _gradients(job))
+        )
+    elif kind == "grad":
         param = next(p for n, p in job.model.named_parameters() if n.endswith(name))
         optimizer = next(o for o in job.optimizers if param in o.state)
 
