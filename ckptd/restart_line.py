@@ -20,6 +20,7 @@ __all__ = [
     "LINE_VARIABLE",
     "EndLoop",
     "HostEnd",
+    "JobStart",
     "NextEpoch",
     "TrainerEnd",
     "TrainerSaid",
@@ -49,6 +50,17 @@ class NextEpoch(NamedTuple):
     environment: Mapping[str, str]
     because: str
     at_boundary: bool = False
+
+
+class JobStart(NamedTuple):
+    """Which start of the job this is, in a job that re-routes.
+
+    Attributes:
+        start: the same for all trainers of this start, and for those of no other one; "": this host has not
+            met the others, and will not.
+    """
+
+    start: str
 
 
 class EndLoop(NamedTuple):
@@ -129,8 +141,8 @@ class HostEnd:
             self._ready_pid = pid
         self.said.append((pid, said))
 
-    def offer(self, pid: int, news: NextEpoch | EndLoop) -> bool:
-        """Tell a trainer of an epoch; False if it cannot restart in its process, or not now."""
+    def offer(self, pid: int, news: NextEpoch | JobStart | EndLoop) -> bool:
+        """Tell a trainer something; False if it cannot restart in its process, or not now."""
         if self._own is None or pid != self._ready_pid:
             return False
         try:
@@ -175,8 +187,8 @@ class TrainerEnd:
             with contextlib.suppress(OSError):  # the host is about to end this process
                 self._socket.send(json.dumps({"pid": self._pid, **message}).encode())
 
-    def receive(self) -> NextEpoch | EndLoop | None:
-        """Wait for a message, and return the epoch of which it tells; None if it was for another trainer.
+    def receive(self) -> NextEpoch | JobStart | EndLoop | None:
+        """Wait for a message, and return what it tells; None if it was for another trainer.
 
         Raises:
             OSError: there will be no message.
@@ -187,6 +199,8 @@ class TrainerEnd:
         message: Message = json.loads(packet)
         if message.pop("pid") != self._pid:
             return None
+        if "start" in message:
+            return JobStart(**message)
         return NextEpoch(**message) if message else EndLoop()
 
 

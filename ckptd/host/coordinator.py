@@ -81,6 +81,7 @@ class Coordinator:
         self._members: dict[Link, int] = {}  # the ranks of the start
         self._nodes: dict[int, int | None] = {0: options.node}
         self._strangers: dict[Link, float] = {}  # since when; in this order
+        self._start = os.urandom(8).hex()  # which start of the job this is
         self._socket = folder / f"{options.job}.sock"
         self._token = b""
         self._address = ""  # of this machine, for others
@@ -118,6 +119,7 @@ class Coordinator:
 
     def begin(self) -> None:
         """Let hosts join."""
+        self._obey({"order": "start", "start": self._start})
         if self._listener is None:
             return
         needed = self._options.world_size + _STRANGERS_MAX + _OTHER_FILES
@@ -198,7 +200,7 @@ class Coordinator:
             raise LinkError(f"the job goes on without rank {rank}")
         if self._epochs.closed and not self._options.one_machine:
             raise LinkError(f"rank {rank} comes late: this start of the job is over")
-        link.send({"order": "welcome"})
+        link.send({"order": "welcome", "start": self._start})
         del self._strangers[link]
         self._members[link] = rank
         self._nodes[rank] = hello.get("node")

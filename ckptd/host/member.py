@@ -195,7 +195,7 @@ class JobMember:
                 self._say_hello()
             for message in messages:
                 if message["order"] == "welcome":
-                    self._on_welcome()
+                    self._on_welcome(message["start"])
                 else:
                     self._obey(message)
         except (LinkError, KeyError) as error:
@@ -206,8 +206,9 @@ class JobMember:
                 self._over = True
                 self._obey({"order": "stop", "because": f"the host of rank 0 is lost ({error})"})
 
-    def _on_welcome(self) -> None:
+    def _on_welcome(self, start: str) -> None:
         self._welcome = True
+        self._obey({"order": "start", "start": start})
         self._loop.cancel(self._on_no_welcome)
         self._loop.cancel(self._give_up)
         unsent, self._unsent = self._unsent, []

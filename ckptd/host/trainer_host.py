@@ -55,6 +55,7 @@ from ckptd.restart_line import (
     LINE_VARIABLE,
     EndLoop,
     HostEnd,
+    JobStart,
     NextEpoch,
     TrainerSaid,
     epoch_text,
@@ -113,6 +114,7 @@ class TrainerHost:
         self._line = HostEnd()
         self._absent: set[int] = set()  # in a job that re-routes: without whom this epoch goes on
         self._said_ready = self._needless = False
+        self._start: str | None = None  # which of the job this is, from the coordinator; "": it never said
         self._patience = 1
         self._zygote: ZygoteLink | None = None
         self._zygotes = 0
@@ -308,13 +310,16 @@ class TrainerHost:
             self._deferred.append(message)
             return
         rank, state = self._rank, self._life.state
-        if message["order"] == "release":
+        if message["order"] == "start":
+            self._tell_start(message["start"])
+        elif message["order"] == "release":
             if state is HostState.COMPLETED:
                 self._life.handle(HostEvent.RELEASE)
         elif message["order"] == "abandon":
             if state not in (HostState.ALONE, HostState.OVER) and self._ended_by is None:
                 logger.warning("rank %d: no further restart here: %s", rank, message["because"])
             self._life.handle(HostEvent.ABANDON)
+            self._tell_start(self._start or "")
         elif message["order"] == "stop":
             self._stop(message["because"])
         elif message["order"] == "report":
@@ -355,6 +360,12 @@ class TrainerHost:
         self._loop.after(patient_s if self._options.reroute else _STAY_S, self._end_trainer)
         return True
 
+    def _tell_start(self, start: str) -> None:
+        """Which start of the job this is; a trainer that re-routes connects to those of the same one."""
+        self._start = start
+        if self._options.reroute and self._trainer is not None:
+            self._line.offer(self._trainer.pid, JobStart(start))  # else as soon as it can hear that
+
     def _end_loop(self, *, needless: bool) -> None:
         """All iterations are done; a trainer that has not taken its place yet has nothing left to do."""
         if self._trainer is not None and not needless:
@@ -384,6 +395,8 @@ class TrainerHost:
 
     def _pass_word(self, said: TrainerSaid) -> None:
         """Of a trainer, to the coordinator. That it could come to another epoch is news if it is absent."""
+        if said.word == "ready" and self._start is not None:
+            self._tell_start(self._start)
         if said.word == "ready" and self._options.rank not in self._absent:
             return
         self._said_ready |= said.word == "ready"

@@ -34,6 +34,7 @@ from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.restart_line import (
     EPOCH_VARIABLE,
     EndLoop,
+    JobStart,
     NextEpoch,
     TrainerEnd,
     TrainerSaid,
@@ -155,6 +156,7 @@ class EpochLine:
         self._line, self.epoch = line, epoch
         self._news: NextEpoch | None = None
         self._urgent = self._ended = self._silent = False
+        self._start: str | None = None
         self._links, self._call, self._cut_s = RankLinks(), GroupCall(), 0.0
         self._told = threading.Condition()
         self.say("ready")
@@ -176,6 +178,8 @@ class EpochLine:
             with self._told:
                 if isinstance(news, EndLoop):
                     self._ended = True
+                elif isinstance(news, JobStart):
+                    self._start = news.start
                 else:
                     self._news = news
                     if not (self._urgent or news.at_boundary):
@@ -200,6 +204,24 @@ class EpochLine:
             )
             logger.error(text)
             os._exit(1)
+
+    def start(self) -> str:
+        """What all workers of this start of the job have in common, and those of no other start; waits for
+        it.
+
+        Raises:
+            Interrupted: another epoch begins.
+            RuntimeError: this host has not met the others.
+        """
+        with self._told:
+            self._told.wait_for(lambda: self._start is not None or self._news or self._silent)
+            if self._news is not None:
+                raise Interrupted
+            if not self._start:
+                raise RuntimeError(
+                    "the host of this worker has not met those of the others; its log says why"
+                )
+            return self._start
 
     def say(self, word: str, because: str = "") -> None:
         """Tell the host (`TrainerSaid`)."""
@@ -315,9 +337,10 @@ def meet(line: EpochLine, rank: int, present: Sequence[int], timeout_s: float) -
         timeout_s: of connecting, and of each message.
     Raises:
         Interrupted: the epoch is over.
-        RuntimeError: not all came in time.
+        RuntimeError: not all came in time, or the hosts have not met.
     """
-    meeting = _Meeting(rank, present, timeout_s)
+    # A store may serve all starts of a job (torchrun's does, by default), and has what earlier ones wrote.
+    meeting = _Meeting(rank, present, timeout_s, f"ckptd-reroute/{line.start()}/{line.epoch}")
     start_loud(meeting.run, name="ckptd-meet")
     while not meeting.over.wait(_LOOK_S):
         if line.heard() > line.epoch:  # also at a boundary: others may be in that one already
@@ -350,8 +373,9 @@ def _destroy_alone(only: list[Any]) -> None:
 class _Meeting:
     """In a thread of its own: torch waits for what may never come, and cannot be told not to."""
 
-    def __init__(self, rank: int, present: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, rank: int, present: Sequence[int], timeout_s: float, prefix: str) -> None:
         self._rank, self._present, self._timeout_s = rank, sorted(present), timeout_s
+        self._prefix = prefix
         self.over = threading.Event()
         self.left = False
         self.error: Exception | None = None
@@ -366,8 +390,7 @@ class _Meeting:
 
     def _connect(self) -> EpochGroup:
         timeout = timedelta(seconds=self._timeout_s)
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun has one store for all of them
-        store = PrefixStore(f"ckptd-reroute/{start}", self._store(timeout))
+        store = PrefixStore(self._prefix, self._store(timeout))
         names = [f"here/{rank}" for rank in self._present]
         store.set(names[self._present.index(self._rank)], "")
         self._await(store, names)

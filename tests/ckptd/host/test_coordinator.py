@@ -28,11 +28,18 @@ class Job:
     def __init__(self, folder: Path, given: HostOptions) -> None:
         self.folder, self.options = folder, given
         self.obeyed: list[dict[str, Any]] = []
+        self.start = ""
         self.loop = HostLoop()
-        self.coordinator = Coordinator(given, folder, self.loop, self.obeyed.append)
+        self.coordinator = Coordinator(given, folder, self.loop, self.obey)
         self.coordinator.begin()
         self.there: dict[int, Link] = {}
         self.opened: list[Link] = []
+
+    def obey(self, message: dict[str, Any]) -> None:
+        if message["order"] == "start":
+            self.start = message["start"]
+        else:
+            self.obeyed.append(message)
 
     def connect(self) -> Link:
         link = connect(self.folder, f"{self.options.job}.sock")
@@ -45,7 +52,7 @@ class Job:
         link = self.connect()
         link.send({"rank": rank, "world_size": self.options.world_size, **hello})
         try:
-            assert self.heard(link)[0] == {"order": "welcome"}
+            assert self.heard(link)[0] == {"order": "welcome", "start": self.start}
         except LinkError:
             return False
         self.there[rank] = link

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Machines:
     Attributes:
         store: its keys; a reader of a key that is not there waits.
         obeyed: orders, by rank.
+        starts: of the job, as ranks know it, each time that it is told.
     """
 
     ready = True
@@ -48,16 +50,23 @@ class Machines:
         self.folder, self.loop = folder, HostLoop()
         self.store: dict[str, str] = {}
         self.obeyed: list[list[dict[str, Any]]] = [[] for _ in range(WORLD_SIZE)]
+        self.starts: list[str] = []
         self.readers: list[tuple[str, socket.socket]] = []
         self.opened: list[socket.socket] = []
         self.hosts: dict[int, Coordinator | JobMember] = {}
 
     def start(self, rank: int) -> None:
         kind = JobMember if rank else Coordinator
-        host = self.hosts[rank] = kind(options(rank), self.folder, self.loop, self.obeyed[rank].append)
+        host = self.hosts[rank] = kind(options(rank), self.folder, self.loop, partial(self.obey, rank))
         host.begin()
         as_zygote: Any = self
         host.use(as_zygote)
+
+    def obey(self, rank: int, message: dict[str, Any]) -> None:
+        if message["order"] == "start":
+            self.starts.append(message["start"])
+        else:
+            self.obeyed[rank].append(message)
 
     def start_all(self) -> None:
         for rank in range(WORLD_SIZE):
@@ -141,6 +150,19 @@ def test_all_hosts_hear_of_an_order(machines: Machines) -> None:
     machines.hosts[2].tell({"told": "leaving", "why": "SIGTERM"})
     machines.until(lambda: all(machines.obeyed), "an order")
     assert [orders[0]["order"] for orders in machines.obeyed] == ["abandon"] * 3
+
+
+def test_all_hosts_know_which_start_of_the_job_this_is(machines: Machines, tmp_path: Path) -> None:
+    """Whatever each launcher has counted, and whatever the job's store has of earlier starts."""
+    machines.start_all()
+    machines.until(lambda: len(machines.starts) == WORLD_SIZE, "the start")
+    (start,) = {*machines.starts}
+    later: list[dict[str, Any]] = []
+    coordinator = Coordinator(options(0), tmp_path, machines.loop, later.append)
+    coordinator.begin()
+    coordinator.close()
+    assert start
+    assert later[0]["start"] not in ("", start)
 
 
 def test_what_happened_before_joining_is_told_afterwards(machines: Machines) -> None:

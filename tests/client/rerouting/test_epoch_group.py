@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ckptd.client.rerouting import epoch_group
 from ckptd.client.rerouting.epoch_group import EpochGroup, EpochLine, GroupCall, Interrupted, meet
 from ckptd.restart_line import (
     EndLoop,
     HostEnd,
+    JobStart,
     NextEpoch,
     TrainerEnd,
     epoch_and_absent,
@@ -38,9 +40,15 @@ def trainer(host: HostEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerE
         yield end
 
 
-def _offer(host: HostEnd, news: NextEpoch | EndLoop) -> None:
+def _offer(host: HostEnd, news: NextEpoch | JobStart | EndLoop) -> None:
     host.receive()
     assert host.offer(os.getpid(), news)
+
+
+def _begun(host: HostEnd, trainer: TrainerEnd, start: str = "start") -> EpochLine:
+    line = EpochLine(trainer, 0)
+    _offer(host, JobStart(start))
+    return line
 
 
 def test_an_epoch_is_heard_and_the_next_one_can_be_offered_at_once(
@@ -104,18 +112,50 @@ def test_who_waits_for_the_others_leaves_when_another_epoch_begins(
         meet(line, 0, [0, 1], 60.0)
 
 
-def test_not_all_come_in_time(trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_all_come_in_time(host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     _place(monkeypatch)
+    line = _begun(host, trainer)
     with pytest.raises(RuntimeError, match=r"rank 1, 3 did not come for 0\.2 s"):
-        meet(EpochLine(trainer, 0), 0, [0, 1, 3], 0.2)
+        meet(line, 0, [0, 1, 3], 0.2)
+
+
+def test_who_came_to_another_start_is_not_here(
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's store may serve all starts, in which each agent has a count of its own, or none has grown."""
+    _place(monkeypatch)
+    served = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    line = _begun(host, trainer, "first")
+    with pytest.raises(RuntimeError, match=r"rank 1 did not come for 0\.2 s"):
+        meet(line, 0, [0, 1], 0.2)
+    _offer(host, JobStart("second"))
+    until(lambda: line.start() == "second", "the news")
+    with pytest.raises(RuntimeError, match=r"rank 0 did not come for 0\.2 s"):
+        meet(line, 1, [0, 1], 0.2)
+    del served
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_whose_host_does_not_meet_the_others_waits_for_nobody(
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    _place(monkeypatch)
+    line = EpochLine(trainer, 0)
+    if gone:
+        host.close()
+    else:
+        _offer(host, JobStart(""))
+    with pytest.raises(RuntimeError, match="has not met those of the others"):
+        meet(line, 0, [0, 1], 60.0)
 
 
 def test_those_that_are_there_exchange_numbers_and_tensors(
-    trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks are those of the grid, also where some are missing."""
     _place(monkeypatch)
-    line, found = EpochLine(trainer, 0), dict[int, tuple[dict[int, list[int]], float]]()
+    line, found = _begun(host, trainer), dict[int, tuple[dict[int, list[int]], float]]()
 
     def work(rank: int) -> None:
         group = meet(line, rank, [1, 2, 5], 60.0)
@@ -180,7 +220,7 @@ def test_some_of_those_that_are_there_exchange_bytes(monkeypatch: pytest.MonkeyP
     found: dict[int, list[list[bytes]]] = {}
 
     def take_part(rank: int) -> None:
-        meeting = epoch_group._Meeting(rank, [0, 1, 3], 60)
+        meeting = epoch_group._Meeting(rank, [0, 1, 3], 60, "here")
         meeting.run()
         assert meeting.found is not None
         if rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from ckptd.client.serving.device_group import (
     gather_bytes,
     gather_numbers,
 )
-from ckptd.restart_line import HostEnd
+from ckptd.restart_line import HostEnd, JobStart
 from tests.ckptd.restart_ends import inherited_end
 from tests.ports import free_port
 
@@ -71,6 +72,8 @@ def test_processes_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostEnd.make()
     with inherited_end(host, monkeypatch) as end:
         line = EpochLine(end, 0)
+        host.receive()
+        assert host.offer(os.getpid(), JobStart("start"))
         found = exchange(lambda device: GlooDevices(meet(line, device, DEVICES, 60.0)))
     host.close()
     assert found == {device: expected(device) for device in DEVICES}
