@@ -375,9 +375,8 @@ class Coordinator:
             self._stores.close()
             self._stores, self._spare_port = None, 0
             served, self._served_epoch = self._served_epoch, 0
-            if served:  # trainers that have not met yet would look for its store for many minutes
-                why = "the server of stores has ended"
-                self._give(self._epochs.failed(0, served, why, time.monotonic()))
+            if served:
+                self._give(self._epochs.store_lost(served, time.monotonic()))
             if self._zygote is None or self._zygote.ready:  # else one is asked when it is
                 self._serve_stores()
             return

@@ -15,6 +15,7 @@ from enum import StrEnum
 from ckptd.core.state_machine import MachineState, Transitions, validated
 
 __all__ = [
+    "STORE_LOST",
     "TRANSITIONS",
     "AbandonJob",
     "BeginEpoch",
@@ -36,7 +37,8 @@ class HostState(MachineState):
     RUNNING = "running", "a trainer of the current epoch runs"
     STOPPING = "stopping", "a trainer of an earlier epoch was told to end, or to come to this one"
     FAILED = "failed", "the trainer has failed; the coordinator decides what follows"
-    COMPLETED = "completed", "the trainer has succeeded; those of other ranks still run"
+    COMPLETED = "completed", "the trainer has succeeded, or is not needed; those of other ranks still run"
+    DISMISSED = "dismissed", "all iterations are done without this trainer, which was told to end"
     ALONE = "alone", "no further epoch: the end of the trainer is the end of the host"
     ENDING = "ending", "a host was lost: the trainer was told to end, and its end is that of the host"
     OVER = "over", "the host ends"
@@ -53,6 +55,7 @@ class HostEvent(StrEnum):
     ABANDON = "abandon"  # there will be no further epoch, or this host shall end
     STAY = "stay"  # a trainer of an earlier epoch has come to the current one, in its process
     STOP = "stop"  # a host was lost, so this epoch cannot go on, and there will be no further one
+    DISMISS = "dismiss"  # in a job that re-routes, all others have done all iterations
 
 
 _S, _E = HostState, HostEvent
@@ -64,34 +67,47 @@ TRANSITIONS = Transitions(
         (_S.STARTING, _E.BEGIN): _S.STARTING,
         (_S.STARTING, _E.ABANDON): _S.OVER,
         (_S.STARTING, _E.STOP): _S.OVER,
+        (_S.STARTING, _E.DISMISS): _S.COMPLETED,
         (_S.RUNNING, _E.FAIL): _S.FAILED,
         (_S.RUNNING, _E.COMPLETE): _S.COMPLETED,
         (_S.RUNNING, _E.BEGIN): _S.STOPPING,
         (_S.RUNNING, _E.ABANDON): _S.ALONE,
         (_S.RUNNING, _E.STOP): _S.ENDING,
+        (_S.RUNNING, _E.DISMISS): _S.DISMISSED,
         (_S.STOPPING, _E.FAIL): _S.STARTING,
         (_S.STOPPING, _E.COMPLETE): _S.STARTING,
         (_S.STOPPING, _E.STAY): _S.RUNNING,
         (_S.STOPPING, _E.BEGIN): _S.STOPPING,
         (_S.STOPPING, _E.ABANDON): _S.ALONE,
         (_S.STOPPING, _E.STOP): _S.ENDING,
+        (_S.STOPPING, _E.DISMISS): _S.DISMISSED,
         (_S.FAILED, _E.BEGIN): _S.STARTING,
         (_S.FAILED, _E.ABANDON): _S.OVER,
         (_S.FAILED, _E.STOP): _S.OVER,
+        (_S.FAILED, _E.DISMISS): _S.COMPLETED,
         (_S.COMPLETED, _E.BEGIN): _S.STARTING,
         (_S.COMPLETED, _E.RELEASE): _S.OVER,
         (_S.COMPLETED, _E.ABANDON): _S.OVER,
         (_S.COMPLETED, _E.STOP): _S.OVER,
+        (_S.COMPLETED, _E.DISMISS): _S.COMPLETED,
+        (_S.DISMISSED, _E.FAIL): _S.COMPLETED,
+        (_S.DISMISSED, _E.COMPLETE): _S.COMPLETED,
+        (_S.DISMISSED, _E.RELEASE): _S.ALONE,
+        (_S.DISMISSED, _E.ABANDON): _S.ALONE,
+        (_S.DISMISSED, _E.STOP): _S.ENDING,
         (_S.ALONE, _E.FAIL): _S.OVER,
         (_S.ALONE, _E.COMPLETE): _S.OVER,
         (_S.ALONE, _E.ABANDON): _S.ALONE,
         (_S.ALONE, _E.STOP): _S.ALONE,
+        (_S.ALONE, _E.DISMISS): _S.ALONE,
         (_S.ENDING, _E.FAIL): _S.OVER,
         (_S.ENDING, _E.COMPLETE): _S.OVER,
         (_S.ENDING, _E.ABANDON): _S.ENDING,
         (_S.ENDING, _E.STOP): _S.ENDING,
+        (_S.ENDING, _E.DISMISS): _S.ENDING,
         (_S.OVER, _E.ABANDON): _S.OVER,
         (_S.OVER, _E.STOP): _S.OVER,
+        (_S.OVER, _E.DISMISS): _S.OVER,
     },
 )
 
@@ -121,7 +137,7 @@ class HostLife:
     @validated
     def begin(self, epoch: int) -> HostState:
         """The coordinator begins an epoch. Orders of the past, or that come too late, change nothing."""
-        closed = (HostState.ALONE, HostState.ENDING, HostState.OVER)
+        closed = (HostState.DISMISSED, HostState.ALONE, HostState.ENDING, HostState.OVER)
         if epoch > self.epoch and self.state not in closed:
             self.epoch = epoch
             self.state = TRANSITIONS.after(self.state, HostEvent.BEGIN, epoch=epoch)
@@ -181,6 +197,7 @@ class StopJob:
     because: str
 
 
+STORE_LOST = "the server of stores has ended"
 _PATIENCE_FACTOR = 4
 _PATIENCE_MAX = 4**5
 
@@ -271,6 +288,11 @@ class JobEpochs:
     def _stopped_if_abandoned(self, order: Order) -> Order:
         """Where trainers hang, or wait for one that is gone: they would not end by themselves."""
         return self._give(StopJob(order.because)) if isinstance(order, AbandonJob) else order
+
+    @validated
+    def store_lost(self, epoch: int, now_s: float) -> Order | None:
+        """The store of an epoch has gone: trainers that have not met yet would look for it for minutes."""
+        return self.failed(0, epoch, STORE_LOST, now_s)
 
     @validated
     def completed(self, rank: int, epoch: int) -> Order | None:

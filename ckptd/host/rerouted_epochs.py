@@ -15,7 +15,16 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ckptd.core.state_machine import validated
-from ckptd.host.epochs import AbandonJob, BeginEpoch, EndLoops, JobEpochs, Order, ReleaseHosts, StopJob
+from ckptd.host.epochs import (
+    STORE_LOST,
+    AbandonJob,
+    BeginEpoch,
+    EndLoops,
+    JobEpochs,
+    Order,
+    ReleaseHosts,
+    StopJob,
+)
 
 __all__ = ["ReroutedEpochs"]
 
@@ -68,6 +77,14 @@ class ReroutedEpochs(JobEpochs):
     def hung(self, step: int, why: str, now_s: float) -> Order | None:
         """Who hangs is not known, so nobody has a state to go on from."""
         return None if self.closed else self._give(StopJob(why))
+
+    @validated
+    def store_lost(self, epoch: int, now_s: float) -> Order | None:
+        """Nobody is missed for that, and those that have met go on to their boundary."""
+        if self.closed or self._over or epoch != self.epoch:
+            return None
+        order = self._stopped_if_abandoned(self._next(STORE_LOST, now_s, staying=True))
+        return self._announced(order, at_boundary=True)
 
     @validated
     def ready(self, rank: int, epoch: int) -> Order | None:

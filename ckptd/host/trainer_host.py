@@ -143,11 +143,11 @@ class TrainerHost:
                 self._advance()
         finally:
             self._tear_down()
-        if self._needless:
-            return 0
         if self._life.stopped:
             self._forget_error()  # a consequence: torchrun reports the earliest error as the cause
             return HOST_LOST << 8
+        if self._needless:
+            return 0
         if self._status is None:
             return int(self._ended_by or 1 << 8)
         return self._status
@@ -313,7 +313,7 @@ class TrainerHost:
         if message["order"] == "start":
             self._tell_start(message["start"])
         elif message["order"] == "release":
-            if state is HostState.COMPLETED:
+            if state in (HostState.COMPLETED, HostState.DISMISSED):
                 self._life.handle(HostEvent.RELEASE)
         elif message["order"] == "abandon":
             if state not in (HostState.ALONE, HostState.OVER) and self._ended_by is None:
@@ -367,12 +367,16 @@ class TrainerHost:
             self._line.offer(self._trainer.pid, JobStart(start))  # else as soon as it can hear that
 
     def _end_loop(self, *, needless: bool) -> None:
-        """All iterations are done; a trainer that has not taken its place yet has nothing left to do."""
+        """All iterations are done; a trainer that has not taken its place yet has nothing left to do. Its
+        host stays as long as the others: it may be the coordinator's.
+        """
         if self._trainer is not None and not needless:
             self._line.offer(self._trainer.pid, EndLoop())
         elif needless:
             self._needless = True
-            self._stop("all iterations are done")
+            logger.info("rank %d: all iterations are done, without this trainer", self._rank)
+            self._life.handle(HostEvent.DISMISS)
+            self._end_trainer()
 
     def _on_line(self) -> None:
         stayed, trainer = self._line.receive(), self._trainer

@@ -239,6 +239,23 @@ def test_a_host_whose_trainer_ends_by_itself_is_not_stopped() -> None:
     assert not life.stopped
 
 
+@pytest.mark.parametrize("end", [HostEvent.FAIL, HostEvent.COMPLETE])
+def test_a_host_whose_trainer_is_not_needed_any_more_stays_until_all_have_ended(end: HostEvent) -> None:
+    life = HostLife()
+    life.handle(HostEvent.START)
+    assert life.handle(HostEvent.DISMISS) is HostState.DISMISSED
+    assert life.begin(1) is HostState.DISMISSED
+    assert life.handle(end) is HostState.COMPLETED
+    assert life.handle(HostEvent.RELEASE) is HostState.OVER
+    late = HostLife()
+    assert late.handle(HostEvent.DISMISS) is HostState.COMPLETED
+    slow = HostLife()
+    slow.handle(HostEvent.START)
+    slow.handle(HostEvent.DISMISS)
+    assert slow.handle(HostEvent.RELEASE) is HostState.ALONE, "its trainer parks"
+    assert slow.handle(end) is HostState.OVER
+
+
 @pytest.mark.parametrize("end", [None, HostEvent.FAIL, HostEvent.COMPLETE])
 def test_a_host_without_a_trainer_stops_at_once(end: HostEvent | None) -> None:
     life = HostLife()

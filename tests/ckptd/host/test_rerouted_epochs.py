@@ -32,6 +32,15 @@ def test_each_failure_is_one_also_while_they_are_under_way_to_another_epoch() ->
     assert epochs.failed(2, 2, "SIGKILL", 1.1) == BeginEpoch(4, "SIGKILL", absent=(1, 2))
 
 
+def test_all_meet_anew_and_nobody_is_missed_if_the_store_has_gone() -> None:
+    epochs = job()
+    epochs.failed(2, 0, "SIGKILL", 1.0)
+    assert epochs.store_lost(0, 2.0) is None
+    why = "the server of stores has ended"
+    assert epochs.store_lost(1, 2.0) == BeginEpoch(2, why, absent=(2,), at_boundary=True)
+    assert epochs.ready(2, 1) == BeginEpoch(3, "rank 2 is back", at_boundary=True)
+
+
 def test_nobody_is_interrupted_by_the_failure_of_one_that_was_absent() -> None:
     epochs = job()
     epochs.failed(2, 0, "SIGKILL", 1.0)

@@ -1,7 +1,8 @@
 """A worker of two pipelines of two stages, under a host: `test_rerouted_training` starts four of them.
 
 ``FOLDER``: where it writes, and where a file ``go_on`` lets everybody go on after iteration `HOLD`.
-``DIES``: rank and iteration, with a colon: it kills itself in the middle of that, in its first life.
+``DIES``: rank and iteration, with a colon: it kills itself in the middle of that, in its first life. While
+there is a file ``late``, it does not take part in a later one; while there is ``linger``, nobody ends.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def main() -> None:
     first_life = not (folder / f"lives{rank}").exists()
     victim, its_iteration = map(int, os.environ["DIES"].split(":"))
     dies_at = its_iteration if first_life and rank == victim else -1
+    while not first_life and (folder / "late").exists():
+        time.sleep(0.01)
     module = stage_of(rank % 2 if first_life else 77)  # it has to get its state from elsewhere
     optimizer, schedule = optimizer_of(module)
     training = training_of(rank, module, optimizer, {"schedule": schedule})
@@ -97,6 +100,8 @@ def main() -> None:
         missing[iteration] = training.missing
         while iteration == HOLD and not (folder / "go_on").exists():
             time.sleep(0.01)
+    while (folder / "linger").exists():
+        time.sleep(0.01)
     state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state | {"losses": seen, "missing": missing}, folder / f"final{rank}.pt")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from ckptd.client.options import SnapshotOptions
 from ckptd.client.rerouting.rerouted_training import ReroutedTraining
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, StageCosts
 from ckptd.restart_line import EPOCH_VARIABLE, LINE_VARIABLE, HostEnd, inherited_line
-from tests.ckptd.host.hosting import Hosting, until
+from tests.ckptd.host.hosting import Hosting, children_of, trainers_of, until
 from tests.client.rerouting.rerouted_job import (
     HOLD,
     ITERATIONS,
@@ -33,19 +36,10 @@ VICTIM, ITS_ITERATION = 3, 3
 @pytest.mark.slow
 def test_a_worker_dies_in_mid_iteration_and_comes_back(tmp_path: Path) -> None:
     """Its peer of the stage does its work, and gives it the state; no other process is started anew."""
-    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": f"{free_port()}", "GLOO_SOCKET_IFNAME": "lo"}
-    place |= {"FOLDER": str(tmp_path), "DIES": f"{VICTIM}:{ITS_ITERATION}"}
-    logs = [tmp_path / f"host{rank}.log" for rank in range(4)]
-    hosts = [_start(tmp_path, log, {**place, "RANK": f"{rank}"}) for rank, log in enumerate(logs)]
-    try:
+    with _hosts(tmp_path, VICTIM) as (hosts, logs):
         until(lambda: "rank 3 is back" in logs[0].read_text() or any(h.poll() for h in hosts), "its return")
         (tmp_path / "go_on").touch()
         codes = [host.wait(240) for host in hosts]
-    finally:
-        for host in hosts:
-            host.terminate()
-            host.wait(60)
     assert codes == [0] * 4, [log.read_text() for log in logs]
     assert [log.read_text().count(" has failed: ") for log in logs] == [0, 0, 0, 1]
     found = [torch.load(tmp_path / f"final{rank}.pt", weights_only=False) for rank in range(4)]
@@ -64,6 +58,54 @@ def test_a_worker_dies_in_mid_iteration_and_comes_back(tmp_path: Path) -> None:
     assert [missing[i] for i in range(ITS_ITERATION, HOLD + 1)] == [(VICTIM,)] * (HOLD + 1 - ITS_ITERATION)
     assert missing[ITERATIONS - 1] == ()
     assert min(found[VICTIM]["losses"]) > HOLD
+
+
+@pytest.mark.slow
+def test_the_job_ends_well_without_a_worker_of_rank_0(tmp_path: Path) -> None:
+    """Its host knows who is there; it stays while the others do what comes after their loops."""
+    for name in ("late", "linger", "go_on"):
+        (tmp_path / name).touch()
+    with _hosts(tmp_path, 0) as (hosts, logs):
+        until(
+            lambda: "all iterations are done" in logs[0].read_text() or any(h.poll() for h in hosts),
+            "the loops' end",
+        )
+        until(lambda: hosts[0].poll() is not None or not trainers_of(hosts[0].pid), "its trainer's end")
+        (tmp_path / "linger").unlink()
+        codes = [host.wait(240) for host in hosts]
+    assert codes == [0] * 4, [log.read_text() for log in logs]
+    assert sorted(path.name for path in tmp_path.glob("final*.pt")) == [f"final{r}.pt" for r in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_nobody_is_missed_because_the_server_of_stores_has_ended(tmp_path: Path) -> None:
+    with _hosts(tmp_path, VICTIM) as (hosts, logs):
+        until(lambda: "rank 3 is back" in logs[0].read_text() or any(h.poll() for h in hosts), "its return")
+        (zygote,) = [pid for name, pid in children_of(hosts[0].pid).items() if name == "ckptd-zygote"]
+        server = {**children_of(hosts[0].pid), **children_of(zygote)}["ckptd-store"]
+        os.kill(server, signal.SIGKILL)
+        until(lambda: "the server of stores has ended" in logs[0].read_text(), "its end")
+        (tmp_path / "go_on").touch()
+        codes = [host.wait(240) for host in hosts]
+    assert codes == [0] * 4, [log.read_text() for log in logs]
+    found = [torch.load(tmp_path / f"final{rank}.pt", weights_only=False) for rank in range(4)]
+    assert [each["missing"][ITERATIONS - 1] for each in found] == [()] * 4
+
+
+@contextmanager
+def _hosts(folder: Path, victim: int) -> Iterator[tuple[list[ForkedProgram], list[Path]]]:
+    """Four, and their logs."""
+    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": f"{free_port()}", "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"FOLDER": str(folder), "DIES": f"{victim}:{ITS_ITERATION}"}
+    logs = [folder / f"host{rank}.log" for rank in range(4)]
+    hosts = [_start(folder, log, {**place, "RANK": f"{rank}"}) for rank, log in enumerate(logs)]
+    try:
+        yield hosts, logs
+    finally:
+        for host in hosts:
+            host.terminate()
+            host.wait(60)
 
 
 def _start(folder: Path, log: Path, place: Mapping[str, str]) -> ForkedProgram:
