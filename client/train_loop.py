@@ -27,6 +27,7 @@ from ckptd.client.data import BatchLedger
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.model.hooks import ModuleHook, before_update
+from ckptd.client.model.waiting_gradients import WaitingGradients
 from ckptd.client.optimizers.foreign_optimizers import ForeignOptimizers
 from ckptd.client.options import RecoveryOptions
 from ckptd.client.parking.parker import Parking
@@ -73,6 +74,7 @@ class LoopSide:
 
     def __init__(self, stats: Stats, ledger: BatchLedger | None = None) -> None:
         self._stats = stats
+        self._waiting: WaitingGradients | None = None
         self._failures = 0  # of our side of a step, in a row
         self._memory: RankMemory | None = None
         self._session: Session | None = None  # outlives `close`: what fails then must be reported, too
@@ -106,6 +108,7 @@ class LoopSide:
     ) -> None:
         """Protect the loop from here on."""
         self._binding, self._stateful = subject.binding, subject.stateful
+        self._waiting = recorder.scalars.waiting
         self._memory, self.recorder = context.memory, recorder
         self._session, self._phases = context.memory.session, context.memory.phases
         self._engine = context.engine
@@ -341,6 +344,8 @@ class LoopSide:
             self.stepping = True
         else:
             self.tape.take()  # given up: nobody needs what the taps still record
+        if self._waiting is not None and self.replaying.replay is None:
+            self._waiting.begin()
 
     def _look_for_foreign_optimizers(self, recorder: Recorder, step: int) -> None:
         foreign, recorder.in_doubt = self._foreign.top()
@@ -473,6 +478,8 @@ class LoopSide:
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
         index = self._number_of(optimizer)
+        if self._waiting is not None:
+            self._waiting.updated(index)
         if self.rehearsal is not None:
             self.rehearsal.after_update(index)
         self.replaying.after_optimizer_step(index)

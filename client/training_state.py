@@ -28,6 +28,7 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.module_flags import FLAGS, ModuleFlags
 from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.replicated_params import NOTHING_SHARED, ReplicatedParams, find_replicas
+from ckptd.client.model.waiting_gradients import GRADIENTS, WaitingGradients
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
@@ -98,6 +99,7 @@ def examine(
     binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)
     check_sharded(binding)
     stateful[BUFFERS] = ChangedBuffers(binding)
+    stateful[GRADIENTS] = WaitingGradients(binding)
     if layout.attributes:
         stateful[FLAGS] = ModuleFlags(binding)
     for item in whole:

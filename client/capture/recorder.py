@@ -2,7 +2,8 @@
 
 The recorder first measures (how long is a step, which precision suffices), then takes one snapshot per
 clean boundary. A boundary is *clean* if no gradients are pending: in the middle of an accumulation over
-several loop steps nothing is taken, and the chain continues, because weights do not change in between.
+several loop steps nothing is taken, and the chain continues, because weights do not change in between. Where
+they do, because another optimizer steps meanwhile, the snapshot has the gradients that wait.
 
 A chain links each snapshot to its predecessor; a replay goes through it. It *breaks* where a boundary
 after an update is missed: the state no longer follows from the newest snapshot, and the next one begins
@@ -307,7 +308,7 @@ class Recorder:
             self._bubbles.top(lagging=self._peers_lag)
             self._stats.bubble_bytes = self._bubbles.bytes_inside
         self._taken_bytes = 0
-        pending = self._pending_gradients()
+        pending = self._pending_gradients() and not self._gradients_captured()
         if not pending and step != self._counted:  # a boundary that is seen again counts once
             self._counted = step
             self._ordinal += 1
@@ -509,11 +510,24 @@ class Recorder:
             return True
         if self._updates.keys() >= set(range(len(binding.optimizers))):
             return False
+        if self._updates and self.scalars.waiting is not None:
+            return self.scalars.waiting.there_are
         return any(
             owner[0] not in self._updates
             and (binding.params[n].grad is not None or binding.held(n).grad is not None)
             for n, owner in binding.owner.items()
         )
+
+    def _gradients_captured(self) -> bool:
+        """True if gradients wait while another optimizer steps, and this top's snapshot can have them."""
+        waiting = self.scalars.waiting
+        if not self._stepped or self.scalars.gradients_wait or waiting is None or not waiting.can_be_captured:
+            return False
+        # Gradients of frozen operators would be missing in a replay.
+        self._provision.only_dense(
+            "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
+        )
+        return True
 
     def _note_pending(self, pending: bool) -> None:
         """Say once that gradients wait much longer than they ever did."""

@@ -23,6 +23,7 @@ from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
+from ckptd.client.model.waiting_gradients import WaitingGradients
 from ckptd.client.optimizers.value_trees import part_of, plain
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.expert_losses import RECORDED, ExpertLosses
@@ -84,6 +85,7 @@ class StepScalars:
         tape: records what the steps ask for.
         program: the program whose options, script and data the run follows.
         losses: what failures have lost of partial snapshots.
+        waiting: the gradients that an optimizer holds while another one steps; None: nobody captures them.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class StepScalars:
     ) -> None:
         self._binding, self._stateful = binding, stateful
         self._holders = [item for item in stateful.values() if isinstance(item, HoldsGradients)]
+        found = (item for item in stateful.values() if isinstance(item, WaitingGradients))
+        self.waiting: WaitingGradients | None = next(found, None)
         self._buckets = buckets
         self._stages: list[Any] = []
         self._stage_shapes: Mapping[int, StageShapes] = {}

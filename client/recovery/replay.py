@@ -52,6 +52,7 @@ from ckptd.client.model.freezing import BackwardLimiter, Tape
 from ckptd.client.model.module_flags import FLAGS
 from ckptd.client.model.replicated_params import checksum
 from ckptd.client.model.snapshot_layout import rows_of_piece, rows_within
+from ckptd.client.model.waiting_gradients import GRADIENTS, WaitingGradients
 from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.client.rng_state import restore_rng
 from ckptd.core.state_machine import MachineState, Transitions, validated
@@ -257,7 +258,7 @@ class Replay(ReplayProgress):
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
             # Absent in older snapshots.
-            newer = name in (BATCHES, BUFFERS, FLAGS) or isinstance(item, ObjectAttributes)
+            newer = name in (BATCHES, BUFFERS, FLAGS, GRADIENTS) or isinstance(item, ObjectAttributes)
             if name in scalars["state"] or not newer:
                 item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.
@@ -285,6 +286,7 @@ class Replay(ReplayProgress):
             self._play()
             if self.freezing == "inputs" and self._activity.frozen_rows:
                 self._limiter.start()
+        self._begin_step(self._scalars(0))
         self.on(ReplayEvent.BEGIN)  # last: a loop that fails here begins it once more
 
     def first_forward(self) -> None:
@@ -334,9 +336,15 @@ class Replay(ReplayProgress):
             self._tape.play(None)
         else:
             self._play()
+        self._begin_step(scalars)
         if found:
             self._report(found.texts, image.iteration)
         return found
+
+    def _begin_step(self, scalars: Mapping[str, Any]) -> None:
+        gradients, recorded = self._stateful.get(GRADIENTS), scalars["state"].get(GRADIENTS)
+        if isinstance(gradients, WaitingGradients):
+            gradients.begin_as(None if recorded is None else values.unpack(recorded))
 
     @validated
     def abandon(self) -> None:

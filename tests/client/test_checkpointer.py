@@ -385,6 +385,23 @@ def test_no_snapshot_while_an_object_of_state_holds_gradients(
     assert ckpt.stats()["pending_gradients"] > 0
 
 
+def test_each_step_has_a_snapshot_where_gradients_wait(make: Callable[..., Checkpointer]) -> None:
+    """The first optimizer steps at every fifth step: one step in five had a snapshot."""
+    model = nn.ModuleDict({"g": nn.Linear(3, 3), "d": nn.Linear(3, 3)})
+    optimizers = [torch.optim.Adam(m.parameters()) for m in model.values()]
+    ckpt = make(model, optimizers, window=1)
+    found = set()
+    for step in ckpt.steps(30):
+        let_memory_come(ckpt)
+        found.add(ckpt.stats()["snapshot_step"])
+        for module in model.values():
+            module(torch.ones(2, 3)).square().sum().backward()
+        for optimizer in optimizers[0 if step % 5 == 4 else 1 :]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found >= set(range(20, 29))
+
+
 class TestOn:
     def test_attaching_draws_no_random_number(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         optimizer = AdamW(model.parameters())

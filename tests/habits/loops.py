@@ -5,6 +5,7 @@ in objects of their own.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections import deque
@@ -281,6 +282,32 @@ def second_stage(life: Life) -> None:
     life.end({"model": model.state_dict(), "optimizer": optimizer}, names_of(model=model))
 
 
+def adversaries(life: Life, *, add_up: bool) -> None:
+    """The generator steps at every fifth step; its gradients add up until then, or stay after it."""
+    generator, critic = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model = nn.ModuleDict({"generator": generator, "critic": critic})
+    first, second = (torch.optim.AdamW(module.parameters(), lr=1e-3) for module in model.values())
+    ckpt = Checkpointer(model, [first, second], **life.options())
+    life.follow(ckpt)
+    for step in ckpt.steps(life.steps):
+        life.top(step)
+        real = points(life, step)
+        life.batch(real)
+        fake = generator(torch.randn(8, WIDTH))
+        second.zero_grad()
+        (critic(fake.detach()).mean() - critic(real).mean()).backward()
+        second.step()
+        if add_up or step % 5 == 4:
+            if not add_up:
+                first.zero_grad()
+            (-critic(fake).mean()).backward()
+        if step % 5 == 4:
+            first.step()
+            if add_up:
+                first.zero_grad()
+    life.end({"model": model.state_dict(), "optimizers": [first, second]}, names_of(model=model))
+
+
 LOOPS: dict[str, Callable[[Life], None]] = {
     "buffers that grow": growing,
     "observers of quantization": observed,
@@ -289,6 +316,8 @@ LOOPS: dict[str, Callable[[Life], None]] = {
     "objects of one's own": own_objects,
     "an average that counts": average,
     "a second optimizer takes over": second_stage,
+    "gradients that add up": functools.partial(adversaries, add_up=True),
+    "gradients that stay": functools.partial(adversaries, add_up=False),
 }
 
 
