@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.client.capture.ddp_buckets import Buckets
-from ckptd.client.capture.left_behind import LeftBehind
+from ckptd.client.capture.left_behind import LeftBehind, variables_of
 from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.daemon_link.rank_memory import RankMemory
@@ -288,7 +289,7 @@ class LoopSide:
             self._top(step)
             # A job that comes back must not wait for it.
             if self.left_behind is not None and (self._phases is None or self._new_from == 0):
-                self.left_behind = self.left_behind.look()
+                self.left_behind = self.left_behind.look(partial(variables_of, sys._getframe()))
             self.pipeline.begin(step, replaying=self.replaying.replay is not None)
             yield step
         if not self.over:

@@ -1,4 +1,5 @@
-"""Variables that a loop's body takes over from the step before: it may read them before it sets them.
+"""Variables that a step takes over from the one before: the loop's body, or a function that it calls, may
+read them before it sets them.
 
 A best loss, a count of bad epochs, the hidden state of a recurrent network, a batch that was fetched ahead:
 nobody can set a variable of a running function, so no snapshot brings them back. Which ones there are follows
@@ -8,10 +9,17 @@ from the byte code: they are alive where the loop begins anew, and the body sets
 from __future__ import annotations
 
 import dis
+import operator
 import types
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
-__all__ = ["carried_variables"]
+__all__ = ["Kept", "carried_variables", "kept_by_functions"]
+
+# Functions and classes that are looked at; they call each other.
+_MOST_FUNCTIONS = 300
 
 # Of a comprehension, whose variable gets back its value.
 _KEEPS = "LOAD_FAST_AND_CLEAR"
@@ -96,3 +104,90 @@ def _uses(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]
     if name.startswith(_LOADS) and name != _KEEPS:
         return frozenset(n for n in names if isinstance(n, str)), frozenset()
     return frozenset(), frozenset()
+
+
+class Kept(NamedTuple):
+    """What a function keeps between two calls.
+
+    Attributes:
+        name: of the variable, as a person finds it.
+        get: its value now; an error if there is none.
+    """
+
+    name: str
+    get: Callable[[], Any]
+
+
+def kept_by_functions(
+    code: types.CodeType, scope: dict[str, Any], values: Iterable[Any], of_user: Callable[[Any], bool]
+) -> Iterator[Kept]:
+    """Variables of closures, globals, attributes of functions and of classes that a program's functions use.
+
+    Args:
+        code: of the function with the loop; ``scope``: its globals.
+        values: of the loop's variables.
+        of_user: True for functions and classes that are neither Python's nor a library's.
+    """
+    walk = _Walk(of_user)
+    for value in values:
+        walk.add(value)
+    yield from walk.globals_of(code, scope)
+    yield from walk.run()
+
+
+class _Walk:
+    """From function to function, as one names the other."""
+
+    def __init__(self, of_user: Callable[[Any], bool]) -> None:
+        self._of_user = of_user
+        self._todo: list[Any] = []
+        self._seen = set[int]()
+        self._names = set[tuple[int, str]]()
+
+    def add(self, value: Any) -> bool:
+        """Look at a function or class; False if it is none."""
+        value = getattr(value, "__func__", value)
+        if not isinstance(value, types.FunctionType | type):
+            return False
+        if id(value) not in self._seen and len(self._seen) < _MOST_FUNCTIONS and self._of_user(value):
+            self._seen.add(id(value))
+            self._todo.append(value)
+        return True
+
+    def run(self) -> Iterator[Kept]:
+        while self._todo:
+            each = self._todo.pop()
+            yield from self._of_class(each) if isinstance(each, type) else self._of_function(each)
+
+    def globals_of(self, code: types.CodeType, scope: dict[str, Any]) -> Iterator[Kept]:
+        """The globals that code names, that of functions in it included, each once."""
+        for name in code.co_names:
+            if name in scope and (id(scope), name) not in self._names:
+                self._names.add((id(scope), name))
+                if not self.add(scope[name]):
+                    yield Kept(name, partial(operator.getitem, scope, name))
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                yield from self.globals_of(inner, scope)
+
+    def _of_class(self, kind: type) -> Iterator[Kept]:
+        for name, value in [*vars(kind).items()]:
+            if not name.startswith("__") and not self.add(value) and not hasattr(value, "__get__"):
+                yield Kept(f"{kind.__qualname__}.{name}", partial(getattr, kind, name))
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[Kept]:
+        name = function.__name__
+        for key, value in vars(function).items():
+            if not self.add(value):
+                yield Kept(f"{name}.{key}", partial(getattr, function, key))
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if not self.add(_value(cell)):
+                yield Kept(f"{variable} of {name}()", partial(getattr, cell, "cell_contents"))
+        yield from self.globals_of(function.__code__, function.__globals__)
+
+
+def _value(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import operator
 import site
 import sys
 import sysconfig
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -14,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckptd.client.optimizers.value_trees import counts_steps
 from ckptd.client.rng_state import GENERATORS
 
-__all__ = ["fingerprint", "is_time", "of_user"]
+__all__ = ["fingerprint", "is_iterator", "is_time", "of_user"]
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 2000
@@ -48,6 +52,14 @@ def of_user(kind: type) -> bool:
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return (
         path is not None and not path.startswith(_INSTALLED) and kind.__module__.partition(".")[0] != "ckptd"
+    )
+
+
+def is_iterator(value: object) -> bool:
+    """True for what gives one item after the other once: a generator, ``itertools.cycle``."""
+    kind = type(value)
+    return isinstance(value, types.GeneratorType) or (
+        kind.__module__ in ("itertools", "builtins") and hasattr(kind, "__next__")
     )
 
 
@@ -83,6 +95,10 @@ class _Look:
                 yield value.tobytes()
         elif isinstance(value, GENERATORS):
             yield repr(_state_of(value))
+        elif isinstance(value, _BaseDataLoaderIter):
+            yield value._num_yielded
+        elif is_iterator(value):
+            yield from self._of_iterator(value, depth)
         elif depth and _has_parts(value):
             yield from self._inside(value, depth - 1)
 
@@ -103,6 +119,21 @@ class _Look:
             for name, part in islice((slots | getattr(value, "__dict__", {})).items(), _OF_ONE):
                 yield name
                 yield from self.parts(part, depth)
+
+    def _of_iterator(self, value: Any, depth: int) -> Iterator[object]:
+        """Its position, as far as that can be seen from outside; nothing is taken out of it."""
+        if isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            yield frame and frame.f_lasti
+            found = list(frame.f_locals.values()) if frame else []
+        else:
+            if type(value).__module__ == "itertools" and type(value).__name__ == "count":
+                yield repr(value)
+            yield operator.length_hint(value, -1)
+            found = gc.get_referents(value)
+        for part in found:
+            if depth and (is_iterator(part) or isinstance(part, _BaseDataLoaderIter | int | Tensor)):
+                yield from self.parts(part, depth - 1)
 
 
 def _state_of(generator: Any) -> object:

@@ -202,6 +202,10 @@ class ObjectAttributes:
             if a.last is None or a.owner in left
         ]
 
+    def set_once(self) -> list[str]:
+        """The flags that were set once, and are left out for this."""
+        return [a.path for a in self._changed() if a.why == _SET_ONCE]
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """By object and attribute, what has changed since the start."""
         self._look()

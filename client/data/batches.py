@@ -55,6 +55,11 @@ class Batches(Iterator[Any]):
             self.go_to(ledger.add(self))
             self.rewind()
 
+    @property
+    def loader(self) -> Any:
+        """What is iterated over."""
+        return self._loader
+
     def is_of(self, loader: Any) -> bool:
         """Whether these are the batches of that loader."""
         return self._loader is loader

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from ckptd.client.capture.carried_variables import carried_variables
+from ckptd.client.capture.carried_variables import carried_variables, kept_by_functions
 
 
 def carried(found: list[frozenset[str]]) -> Iterator[int]:
@@ -67,3 +68,59 @@ def test_no_loop() -> None:
     steps = carried(found)
     next(steps)
     assert found == [frozenset()]
+
+
+CALLS = 0
+SEEN: list[float] = []
+FIXED = 3
+
+
+class Scale:
+    used = 0
+
+    @staticmethod
+    def of(value: float) -> float:
+        Scale.used += 1
+        return value * FIXED
+
+
+def warming() -> Callable[[], float]:
+    steps = 0
+
+    def warm() -> float:
+        nonlocal steps
+        steps += 1
+        return Scale.of(steps)
+
+    return warm
+
+
+def loss() -> float:
+    global CALLS
+    CALLS += 1
+    SEEN.append(CALLS)
+    loss.last = CALLS  # type: ignore[attr-defined]
+    return CALLS
+
+
+def loop(warm: Callable[[], float]) -> float:
+    return warm() + loss()
+
+
+def test_what_functions_keep() -> None:
+    """Of closures, of the module, of classes and of functions themselves, wherever one calls the other."""
+    warm = warming()
+    loop(warm)
+    found = {
+        kept.name: kept.get
+        for kept in kept_by_functions(loop.__code__, globals(), [warm, 5], lambda f: f.__module__ == __name__)
+    }
+    assert found.keys() == {"steps of warm()", "CALLS", "SEEN", "Scale.used", "FIXED", "loss.last"}
+
+    def values() -> dict[str, Any]:
+        return {name: get() for name, get in found.items()}
+
+    before = values() | {"SEEN": list(SEEN)}
+    loop(warm)
+    after = values()
+    assert {name for name in after if after[name] != before[name]} == found.keys() - {"FIXED"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -55,7 +56,6 @@ class Job:
             if looking is not None:
                 looking = looking.look()
             self.step()
-        assert looking is None
         return caplog.text
 
 
@@ -145,7 +145,7 @@ def test_an_iterator_of_a_loader(job: Job, caplog: pytest.LogCaptureFixture) -> 
     job.after = [lambda: next(rows), lambda: next(more)]
     told = job.said(caplog, (followed.sampler,), rows=rows, more=more, none=none, followed=followed)
     assert "NOT CAPTURED: more (SingleProcessDataLoaderIter): it changes" in told
-    assert "Pass the loader to ckpt.batches(loader), which gives the same batches" in told
+    assert "Pass the loader, not its iterator, to ckpt.batches(loader), which gives the same batches" in told
 
 
 class Meter:
@@ -245,6 +245,66 @@ def test_what_is_around_an_optimizer(job: Job, caplog: pytest.LogCaptureFixture)
             looking = looking.look()
         job.step()
     assert caplog.text == ""
+
+
+def test_what_began_as_none(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """None and small numbers are one object everywhere: what kept one of them hid all variables that began so."""
+    captured = SimpleNamespace(nothing=None, no=0)
+    told = job.said(caplog, (captured,), carried=("hidden", "bad"), hidden=None, bad=0)
+    assert "NOT CAPTURED: bad (int), hidden (NoneType): a step takes it over" in told
+
+
+def test_an_average_that_begins_late(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the last part of a run: the first looks saw nothing of it."""
+    mean, made_late = copy.deepcopy(job.model), copy.deepcopy(job.model)
+    looking: LeftBehind | None = LeftBehind({"mean": mean}, (), [*job.model.parameters()], ())
+    around: dict[str, Any] = {"mean": mean}
+    for step in range(40):
+        assert looking is not None
+        looking = looking.look(lambda: around)
+        if step > 10:
+            around["swa"] = made_late
+        job.step()
+        if step > 5:
+            follow(mean, job.model)
+        if step > 20:
+            follow(made_late, job.model)
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2
+    assert "NOT CAPTURED: mean (Linear)" in told[0]
+    assert "NOT CAPTURED: swa (Linear)" in told[1]
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def test_iterators_that_no_variable_holds(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a loop over a loader, around ``next(steps)``; and one inside of a generator."""
+    loader = DataLoader(TensorDataset(torch.ones(9, 2)))
+    hidden, data = [iter(loader)], endless(DataLoader(TensorDataset(torch.ones(9, 2))))
+    job.after = [lambda: next(hidden[0]), lambda: next(data)]
+    told = job.said(caplog, data=data)
+    assert told.count("an iterator over TensorDataset (SingleProcessDataLoaderIter)") == 2
+    assert "data (generator)" in told
+
+
+def test_batches_have_an_iterator_of_their_own(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = BatchLedger()
+    batches = Batches(DataLoader(TensorDataset(torch.ones(9, 2))), ledger)
+    ledger.begin(0)
+    job.after = [lambda: next(batches)]
+    assert job.said(caplog, (batches, batches.loader), batches=batches) == ""
+
+
+@pytest.mark.parametrize(
+    "iterator", [itertools.cycle([1, 2]), itertools.count(), iter([1] * 9), enumerate("a" * 9)]
+)
+def test_other_iterators(job: Job, caplog: pytest.LogCaptureFixture, iterator: Iterator[Any]) -> None:
+    job.after = [lambda: next(iterator)]
+    told = job.said(caplog, data=iterator)
+    assert f"NOT CAPTURED: data ({type(iterator).__name__}): it changes" in told
 
 
 class Unusable(nn.Module):

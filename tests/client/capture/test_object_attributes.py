@@ -192,6 +192,7 @@ def test_a_flag_that_is_set_once_is_of_the_process() -> None:
     assert watched.left_out() == [
         "ready (a flag that was set once, which may tell what this process has done)"
     ]
+    assert watched.set_once() == ["ready"]
 
 
 def test_a_flag_that_changed_in_an_earlier_life_is_state() -> None:
