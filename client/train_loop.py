@@ -28,6 +28,7 @@ from ckptd.client.data import BatchLedger
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.model.hooks import ModuleHook, before_update
+from ckptd.client.model.module_tree import ModuleTree
 from ckptd.client.model.waiting_gradients import WaitingGradients
 from ckptd.client.optimizers.foreign_optimizers import ForeignOptimizers
 from ckptd.client.options import RecoveryOptions
@@ -116,6 +117,7 @@ class LoopSide:
         binding = subject.binding
         known = (*binding.kept.given, *binding.optimizers, *binding.keepers)
         self._foreign = ForeignOptimizers(known, (*binding.params.values(), *binding.masters.values()))
+        self._tree = ModuleTree(binding)
         self._counter, self._precision, self._ranks = context.counter, context.precision, ranks
 
     def park_with(self, parking: Parking) -> None:
@@ -141,6 +143,7 @@ class LoopSide:
             keep.callback(optimizer.register_step_pre_hook(self._before_optimizer_step).remove)
             keep.callback(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
         keep.callback(register_optimizer_step_post_hook(self._after_any_step).remove)
+        self._tree.watch(keep)
         begins, ended = ModuleHook(self.forward_begins), ModuleHook(self.forward_ended)
         for module in callables_of(model):
             keep.callback(module.register_forward_pre_hook(begins).remove)
@@ -340,6 +343,7 @@ class LoopSide:
         elif recorder is not None:
             self.stepping = False
             self._look_for_foreign_optimizers(recorder, step)
+            self._look_for_new_modules(recorder, step)
             if self._survive(recorder, recorder.top, step):
                 self._failures = 0
             self.stepping = True
@@ -358,6 +362,18 @@ class LoopSide:
                 "another, close this Checkpointer and make another one with a run= of its own "
                 "(docs/integration.md#stages)"
             )
+
+    def _look_for_new_modules(self, recorder: Recorder, step: int) -> None:
+        change = self._tree.top()
+        if change is None or recorder.refused:
+            return
+        if change.ends:
+            recorder.refuse(
+                f"{change.text}. No snapshot is taken any more (step {step}); after a failure this run goes on "
+                "from the last one"
+            )
+        else:
+            logger.warning("%s", change.text)
 
     def _wait_for_all(self) -> None:
         if self.parking is not None:
