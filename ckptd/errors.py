@@ -33,6 +33,16 @@ __all__ = [
     "TransientError",
 ]
 
+_COMMANDS = ("ckptctl", "ckptd", "pip", "torchrun")
+
+
+def _with_hint(text: str, hint: str) -> str:
+    """A hint is a sentence of its own; a name or a command at its beginning stays as it is."""
+    if not hint:
+        return text
+    first = hint.partition(" ")[0].rstrip(",:;")
+    return f"{text}. {hint[0].upper() + hint[1:] if first.isalpha() and first not in _COMMANDS else hint}"
+
 
 class CkptdError(Exception):
     """What went wrong, during which operation, on what, and what the operator can do about it.
@@ -59,11 +69,10 @@ class CkptdError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """One line: ``operation [ids]: message. hint``."""
+        """One line: ``operation [ids]: message. Hint``."""
         about = " ".join(f"{key}={value}" for key, value in self.ids.items())
         head = " ".join(part for part in (self.operation, f"[{about}]" if about else "") if part)
-        text = f"{head}: {self.message}" if head else self.message
-        return f"{text}. {self.hint}" if self.hint else text
+        return _with_hint(f"{head}: {self.message}" if head else self.message, self.hint)
 
 
 class LocalProtocolError(CkptdError):
@@ -84,9 +93,8 @@ class AttachRefused(CkptdError):
         self.args = (code, message, hint)
 
     def __str__(self) -> str:
-        """One line: ``attach refused (code): message. hint``."""
-        text = f"attach refused ({self.code}): {self.message}"
-        return f"{text}. {self.hint}" if self.hint else text
+        """One line: ``attach refused (code): message. Hint``."""
+        return _with_hint(f"attach refused ({self.code}): {self.message}", self.hint)
 
 
 class ElasticError(CkptdError):

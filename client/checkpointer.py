@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import ckptd
 from ckptd.client.capture.ddp_buckets import Buckets
-from ckptd.client.capture.left_behind import around_loop
 from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.program import Program, this_program
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.capture.step_state import Stateful, StepScalars
+from ckptd.client.capture.uncaptured.left_behind import around_loop
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.data import Batches, BatchLedger
 from ckptd.client.data.loaders import check_loader

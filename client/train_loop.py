@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.client.capture.ddp_buckets import Buckets
-from ckptd.client.capture.left_behind import LeftBehind, variables_of
 from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.capture.recorder import Recorder
+from ckptd.client.capture.uncaptured.left_behind import LeftBehind, variables_of
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.data import BatchLedger
@@ -369,8 +369,8 @@ class LoopSide:
             return
         if change.ends:
             recorder.refuse(
-                f"{change.text}. No snapshot is taken any more (step {step}); after a failure this run goes on "
-                "from the last one"
+                f"{change.text}. No snapshot is taken any more (step {step}); after a failure this run "
+                "goes on from the last one"
             )
         else:
             logger.warning("%s", change.text)

@@ -22,6 +22,7 @@ from ckptd.client.data import BatchLedger
 from ckptd.client.data.ledger import BATCHES
 from ckptd.client.data.loaders import advice_for_state, check_in_state
 from ckptd.client.identity import Identity, identify
+from ckptd.client.log_lines import get_logger
 from ckptd.client.model.buffer_shapes import BUFFERS, ChangedBuffers
 from ckptd.client.model.freezing import choose_freezing
 from ckptd.client.model.live_state import LiveState, local
@@ -36,6 +37,8 @@ from ckptd.client.schedule.partial_schedule import check_experts
 from ckptd.core.snapshot_policy import OperatorKind
 
 __all__ = ["TrainingState", "check_sharded", "check_state", "examine", "placement_lines"]
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ def examine(
     _check_optimizers(listed)
     binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)
     check_sharded(binding)
+    _note_model_without_parameters(model, len(binding.params))
     stateful[BUFFERS] = ChangedBuffers(binding)
     stateful[GRADIENTS] = WaitingGradients(binding)
     if layout.attributes:
@@ -155,6 +159,18 @@ def _check_model(model: Any) -> None:
         raise ValueError(
             f"{len(meta)} parameters and buffers of the model are on the meta device ({meta[0]!r}): give "
             "them memory before the Checkpointer is created: model.to_empty(device=...), then initial values"
+        )
+
+
+def _note_model_without_parameters(model: nn.Module, count: int) -> None:
+    """No error: tensors may be trained that no module has. More often the wrong module was passed."""
+    if count and next(model.parameters(), None) is None:
+        logger.warning(
+            "the model (%s) has no parameters: snapshots hold the %d tensors of the optimizers, but no "
+            "buffers and attributes of the module that has these tensors. Pass that module: "
+            "Checkpointer(model, optimizer)",
+            type(model).__name__,
+            count,
         )
 
 

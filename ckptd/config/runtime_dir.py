@@ -26,6 +26,8 @@ __all__ = [
     "give_to_group",
     "group_number",
     "is_operated",
+    "keep_log_place",
+    "log_place",
     "mark_operated",
     "node_name",
     "private_folder",
@@ -168,6 +170,27 @@ def mark_operated(folder: Path) -> bool:
         return False
     os.close(fd)
     return True
+
+
+def keep_log_place(folder: Path) -> None:
+    """Write into the mark where this process logs, so that its log is found when it has ended."""
+    try:
+        place = os.readlink("/proc/self/fd/2")
+    except OSError:  # its standard error is closed
+        place = ""
+    (folder / _OPERATED).write_text(f"{place}\n", encoding="utf-8", errors="surrogateescape")
+
+
+def log_place(folder: Path) -> str | None:
+    """Where the operator's daemon that used this folder last logs; None if it was a trainer's, or "" if that
+    is not known.
+    """
+    try:
+        return (folder / _OPERATED).read_text(encoding="utf-8", errors="surrogateescape").strip()
+    except FileNotFoundError:
+        return None
+    except OSError:  # another user's daemon, of which this one may read no file
+        return ""
 
 
 def forget_operator(folder: Path) -> None:

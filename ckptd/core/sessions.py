@@ -486,6 +486,7 @@ def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryF
     """Notes on segments that are not served: of other runs of the job, and of jobs of the same script."""
     runs: dict[str, int] = {}
     others: dict[str, int] = {}
+    of_others: dict[str, str] = {}  # a run of each
     for found in segments:
         job, run = found.key.job, found.key.run
         if not _may_name(key, job, memory):
@@ -494,16 +495,18 @@ def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryF
             runs[run] = runs.get(run, 0) + found.total_bytes
         elif job != key.job and _of_same_script(job, key.job):
             others[job] = others.get(job, 0) + found.total_bytes
+            of_others[job] = run
     notes = []
     if runs:
         notes.append(
             f"{key} does not get the snapshots of run {_listed(runs)} of the same job: each run "
-            "resumes from its own"
+            f"resumes from its own. {_how_to_continue(key.job, _largest(runs)[0])}"
         )
     if others:
+        job = _largest(others)[0]
         notes.append(
             f"{key} does not get the snapshots of job {_listed(others)}: of a script of the same "
-            "name, elsewhere or in another folder"
+            f"name, elsewhere or in another folder. {_how_to_continue(job, of_others[job])}"
         )
     return tuple(notes)
 
@@ -516,9 +519,19 @@ def _of_same_script(job: str, other: str) -> bool:
 
 def _listed(sizes: Mapping[str, int]) -> str:
     """Names with their bytes, the largest first."""
-    largest = sorted(sizes, key=lambda name: (-sizes[name], name))
-    named = ", ".join(f"{name!r} ({format_bytes(sizes[name])})" for name in largest[:8])
+    named = ", ".join(f"{name!r} ({format_bytes(sizes[name])})" for name in _largest(sizes)[:8])
     return named + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+
+
+def _largest(sizes: Mapping[str, int]) -> list[str]:
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
+
+
+def _how_to_continue(job: str, run: str) -> str:
+    return (
+        f"To continue {job}/{run}, stop this trainer and pass run=RunOptions(name={run!r}, job={job!r}); to "
+        f"free its memory, run `ckptctl forget {job} {run}`"
+    )
 
 
 @dataclass(slots=True)

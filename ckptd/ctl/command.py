@@ -227,6 +227,7 @@ class Commands:
     def __init__(
         self, parser: argparse.ArgumentParser, metavar: str, *parents: argparse.ArgumentParser
     ) -> None:
+        parser._positionals.title = "commands"  # with `title=` they would come after the options
         self._subparsers = parser.add_subparsers(required=True, metavar=metavar)
         self._parents = parents
 

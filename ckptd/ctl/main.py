@@ -47,8 +47,8 @@ from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
 __all__ = ["add_elastic_commands", "command_parser", "main", "parse"]
 
-# What adds which commands, in the order of `ckptctl --help`. Only the module of the command is imported: all
-# of them take as long again as most commands need.
+# What adds which commands. Only the module of the command is imported: all of them take as long again as most
+# commands need.
 _ADDED_BY = {
     "ckptd.ctl.daemon_commands:add_daemon_commands": (
         *("status", "snapshots", "iterations", "events", "park", "admit", "forget", "unquarantine", "wait"),
@@ -64,6 +64,14 @@ _ADDED_BY = {
     "ckptd.ctl.checkpoints_command:add_checkpoints_commands": ("checkpoints", "verify"),
     "ckptd.ctl.lifecycle.process_commands:add_process_commands": ("stop", "logs"),
     "ckptd.ctl.lifecycle.support_command:add_support_command": ("support",),
+}
+# The order of `ckptctl --help`: what a person on call needs comes first.
+_GROUPS = {
+    "this node": ("top", "status", "events", "peers", "doctor", "logs", "dash", "wait", "stop", "support"),
+    "what can be recovered": ("snapshots", "iterations", "whatif", "drill", "audit", "advise", "elastic"),
+    "runs": ("park", "forget", "unquarantine", "admit", "export", "import"),
+    "checkpoints in object storage (no daemon needed)": ("checkpoints", "verify"),
+    "set-up": ("keys", "completion"),
 }
 _VALUED = ("--endpoint", "--timeout")  # options before the command that take the next word
 
@@ -93,6 +101,22 @@ class _WrongUsage(Exception):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _WrongUsage(self, message)
+
+
+class _GroupedHelp(argparse.HelpFormatter):
+    """Lists the commands by `_GROUPS`."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        listed = {each.dest: each for each in action._get_subactions()}
+        parts = list[str]()
+        for title, names in _GROUPS.items():
+            parts.append(f"{'':{self._current_indent}}{title}:\n")
+            self._indent()
+            parts += [super(_GroupedHelp, self)._format_action(listed[n]) for n in names if n in listed]
+            self._dedent()
+        return "".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,6 +192,7 @@ def command_parser(only: str = "") -> argparse.ArgumentParser:
         prog="ckptctl",
         description="Inspect a node's daemon, its snapshots, and the checkpoints in object storage.",
         parents=[_global_options(before=True)],
+        formatter_class=_GroupedHelp,
         epilog=f"Exit codes: {'; '.join(f'{code}: {text}' for code, text in EXIT_MEANINGS.items())}.",
     )
     parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")

@@ -20,7 +20,7 @@ _VIEW_S = 1.0
 
 def add_view_commands(commands: Commands) -> None:
     """Add `top` and `dash`."""
-    text = "show whether every rank is protected, once a second; once and as text without a terminal"
+    text = "show whether every rank is protected; on a terminal once a second, else once"
     _add_whole_job(commands.add("top", _top, text, timeout_s=3.0))
     text = "serve a page that shows whether every rank is protected, until it is interrupted"
     dash = commands.add("dash", _dash, text, timeout_s=3.0)

@@ -59,6 +59,7 @@ class TierGrade(StrEnum):
 _ABSENT = (TierGrade.NONE, TierGrade.OFF)
 _WORST_FIRST = {grade: number for number, grade in enumerate(TierGrade)}
 TIERS = ("a process is lost", "a node is lost", "all memory is lost")
+_SOURCES = ("memory", "peers", "storage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,17 +471,23 @@ def _verdict(
     bare = [r for r, each in zip(ranks, tiers, strict=True) if all(t.grade in _ABSENT for t in each)]
     if bare:
         return TierGrade.NONE, f"{_named(bare)} can be recovered from nothing"
-    gaps = [what for tier, what in zip(whole, TIERS, strict=True) if tier.grade in _ABSENT]
+    absent = [tier.grade in _ABSENT for tier in whole]
+    # What survives the loss of all memory survives that of a node, too, with more iterations lost.
+    gaps = [what for i, what in enumerate(TIERS) if all(absent[i:])]
+    parts = [
+        f"if {what}, the run resumes from {_SOURCES[absent.index(False, i)]}"
+        for i, what in enumerate(TIERS)
+        if absent[i] and not all(absent[i:])
+    ]
     late = [what for tier, what in zip(whole, TIERS, strict=True) if tier.grade is TierGrade.FAR]
-    parts = [f"not protected if {' or '.join(gaps)}"] if gaps else []
     parts += [f"far behind if {' or '.join(late)}"] if late else []
     # A node that is to be alone, or without a store, is no fault; one that is both is.
     faults = [tier.grade for tier in whole if tier.grade in (TierGrade.NONE, TierGrade.FAR)]
     if faults or all(tier.grade is TierGrade.OFF for tier in whole[1:]):
-        return TierGrade.FAR, "; ".join(parts)
+        return TierGrade.FAR, "; ".join([f"not protected if {' or '.join(gaps)}"] * bool(gaps) + parts)
     behind = any(tier.grade is TierGrade.BEHIND for tier in whole)
-    text = "; ".join(parts) or "every rank known here is protected"
-    return TierGrade.BEHIND if behind else TierGrade.CURRENT, text
+    protected = "every rank known here is protected" + (f", except if {' or '.join(gaps)}" if gaps else "")
+    return TierGrade.BEHIND if behind else TierGrade.CURRENT, "; ".join([protected, *parts])
 
 
 def _named(ranks: Sequence[int]) -> str:

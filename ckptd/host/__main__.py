@@ -31,8 +31,8 @@ def main() -> int:
     command = options.script.command
     if not options.one_machine and not options.store[0]:
         logger.warning(
-            "rank %d: the ranks are on several machines, and MASTER_ADDR and MASTER_PORT do not name the store "
-            "in which their hosts could meet: the script runs without a host",
+            "rank %d: the ranks are on several machines, and MASTER_ADDR and MASTER_PORT do not name the "
+            "store in which their hosts could meet: the script runs without a host",
             options.rank,
         )
         os.execv(command[0], command)

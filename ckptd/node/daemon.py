@@ -39,6 +39,7 @@ from ckptd.config.runtime_dir import (
     claim,
     forget_operator,
     group_number,
+    keep_log_place,
     mark_operated,
     node_name,
     private_folder,
@@ -122,6 +123,8 @@ class Daemon(SlotListener, FolderListener):
             if marked:
                 forget_operator(runtime)
             raise
+        if not config.started_by_trainer:
+            keep_log_place(runtime)
         check_filesystem(folder, config.allow_disk_segments)
         if users is not None:
             close_files(folder)

@@ -11,6 +11,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -57,9 +58,14 @@ def _new_token() -> None:
     """A forked child is another process: it must not pass for its parent."""
     global _token
     _token = secrets.token_bytes(32)
+    _opened_here.clear()
 
 
 os.register_at_fork(after_in_child=_new_token)
+
+# The daemon takes a second attach with this process's token for the first trainer come back: two would take
+# the rank from each other in turns.
+_opened_here: weakref.WeakSet[DaemonConnection] = weakref.WeakSet()
 
 
 class WorkerThread:
@@ -189,6 +195,7 @@ class DaemonConnection:
         self._closed = threading.Event()
         self._settings: Mapping[str, str] | None = None  # of the daemon that was attached to first
         self._client: ControlClient | None = None
+        self._endpoint = ""
         self._next_ping = self._next_try = 0.0
         self._logged = ""
         self._lane = WorkerThread("ckptd-link", self._look_for_daemon, self._failed, self._closed)
@@ -229,6 +236,8 @@ class DaemonConnection:
                 self._open()
                 return
             except AttachRefused as error:
+                if self._is_second_here():
+                    raise
                 # A killed trainer owns its rank until the kernel is done with it: restarts are
                 # quicker than that.
                 until: dict[str, float] = {
@@ -350,7 +359,14 @@ class DaemonConnection:
 
     def _open(self) -> None:
         self._hang_up()
-        endpoint = self._find_endpoint()
+        endpoint = self._endpoint = self._find_endpoint()
+        if self._is_second_here():
+            raise AttachRefused(
+                RefusalCode.RANK_TAKEN,
+                f"{self._attach.job}/{self._attach.run} rank {self._attach.rank} has a Checkpointer in this "
+                "process already",
+                "Close that one first (`ckpt.close()`), or pass another run= to this one",
+            )
         client = connect(endpoint, ANSWER_S)
         try:
             welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
@@ -369,6 +385,18 @@ class DaemonConnection:
             self._find_endpoint = lambda: endpoint
         self._opened(welcome, attached)
         self.connected = True
+        _opened_here.add(self)
+
+    def _is_second_here(self) -> bool:
+        """True if another connection of this process that is not closed has this rank."""
+        mine = self._rank_here()
+        return any(each is not self and each._rank_here() == mine for each in _opened_here if each._is_open())
+
+    def _is_open(self) -> bool:
+        return not self._closed.is_set()
+
+    def _rank_here(self) -> tuple[str, str, str, int]:
+        return self._endpoint, self._attach.job, self._attach.run, self._attach.rank
 
     def _check_settings(self, settings: Mapping[str, str], pid: int) -> None:
         """At the first attach, a difference is an error; later, training goes on.

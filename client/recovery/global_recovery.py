@@ -484,12 +484,7 @@ def _report_new_run(memory: RankMemory, plan: NoRecovery, view: RunView) -> None
         level = logging.INFO if memory.identity.rank else logging.WARNING
         logger.log(level, "%s: nothing to resume from was found; a new run begins", memory.identity)
         for note in memory.session.notes:
-            logger.log(
-                level,
-                "A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS: %s. To go on from them, stop this trainer and pass "
-                "run=RunOptions(name=RUN, job=JOB); to free their memory, `ckptctl forget JOB RUN`",
-                note,
-            )
+            logger.log(level, "A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS: %s", note)
         return
     why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
     if view.silent:

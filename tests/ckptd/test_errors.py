@@ -25,6 +25,21 @@ def test_a_refusal_carries_its_code() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hint", "shown"),
+    [
+        ("end that process", "End that process"),
+        ("`ckptctl doctor` looks for causes", "`ckptctl doctor` looks for causes"),
+        ("ckptctl doctor looks for causes", "ckptctl doctor looks for causes"),
+        ("run=RunOptions() names it", "run=RunOptions() names it"),
+        ("if, after all, it ends", "If, after all, it ends"),
+    ],
+)
+def test_a_hint_is_a_sentence_and_names_in_it_stay(hint: str, shown: str) -> None:
+    """After a full stop a hint began in lower case."""
+    assert str(AttachRefused("quota", "full", hint)) == f"attach refused (quota): full. {shown}"
+
+
+@pytest.mark.parametrize(
     "error",
     [
         SegmentError("bad magic", operation="read", ids={"rank": 1}, hint="Remove it"),

@@ -175,6 +175,31 @@ def test_a_model_that_is_none(model: MoE, endpoint: str) -> None:
         Checkpointer([model], AdamW(model.parameters()), daemon=endpoint)  # type: ignore[arg-type]
 
 
+def test_a_model_without_parameters_is_told(
+    model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was accepted without a word, and buffers of the real model were in no snapshot."""
+    make(nn.ReLU(), AdamW(model.parameters()))
+    assert "the model (ReLU) has no parameters: snapshots hold the" in caplog.text
+
+
+def test_a_second_one_of_a_run_in_a_process_is_refused(
+    model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It took the rank from the first one, which said that the daemon was away, and took it back."""
+    optimizer = AdamW(model.parameters())
+    ckpt = make(model, optimizer)
+    with pytest.raises(
+        AttachRefused, match=r"has a Checkpointer in this process already\. Close that one"
+    ) as no:
+        make(model, optimizer)
+    assert no.value.code == "rank_taken"
+    assert train(ckpt, model, optimizer, 3) == [0, 1, 2]
+    assert "the daemon is away" not in caplog.text
+    ckpt.close()
+    make(model, optimizer).close()
+
+
 @pytest.mark.parametrize("total", ["9", None, 2.5, -1])
 def test_a_number_of_steps_that_is_none(total: Any, model: MoE, make: Callable[..., Checkpointer]) -> None:
     ckpt = make(model, AdamW(model.parameters()))

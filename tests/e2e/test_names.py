@@ -96,6 +96,7 @@ def test_two_scripts_of_one_name_are_two_jobs(daemon: DaemonProcess, script: Pat
     assert beside.steps == list(range(12))
     (note,) = beside.about("A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS")
     (mine,) = [job for job, _ in runs(daemon) if repr(job) in note]
+    assert f"RunOptions(name='default', job={mine!r})" in note
     assert mine in resumed(start(script, daemon))
 
 

@@ -40,10 +40,7 @@ _COPIES = "/dev/shm"
 
 def add_audit_command(commands: Commands) -> None:
     """Add `audit`."""
-    text = (
-        "compute a step again, from copies of two sealed snapshots, and compare it bit for bit: run the "
-        "program that trains, which loads the first snapshot, runs one step, and ends"
-    )
+    text = "run one step of the training program from a copy of a snapshot, and compare it bit for bit"
     parser = commands.add("audit", _audit, text, timeout_s=_TIMEOUT_S)
     parser.add_argument("--job", help="only this job")
     parser.add_argument("--run", help="only this run")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ckptd.config.runtime_dir import log_place
 from ckptd.ctl.command import EXIT_NO_DAEMON, EXIT_REFUSED, CommandError
 from ckptd.transport.access.local_trust import peer_credentials
 
@@ -112,20 +113,24 @@ def find_log(pid: int, runtime_dir: str) -> DaemonLog:
     if pid and (unit := unit_of(pid)):
         return DaemonLog(None, unit)
     usual = Path(runtime_dir) / "ckptd.log"
-    target = _stderr_of(pid) if pid else None
-    for path in (target, usual):
-        if path is not None and path.is_file():
-            return DaemonLog(path)
-    if target is not None:
-        raise CommandError(f"the daemon (process {pid}) logs to {target}, which is not a file", EXIT_REFUSED)
+    of_operator = None if pid else log_place(Path(runtime_dir))
+    # An operator's daemon does not write to the usual file: what is there is of an earlier daemon.
+    place = _stderr_of(pid) if pid else of_operator
+    for path in (place, "" if of_operator else usual):
+        if path and Path(path).is_file():
+            return DaemonLog(Path(path))
+    if place:
+        who = f"the daemon (process {pid}) logs" if pid else "no daemon answers, and the last one logged"
+        text = f"{who} to {place}, which is not a file; a unit of systemd logs to `journalctl -u ckptd`"
+        raise CommandError(text, EXIT_REFUSED if pid else EXIT_NO_DAEMON)
     raise CommandError(f"no daemon is known that has a log: there is no {usual}", EXIT_NO_DAEMON)
 
 
-def _stderr_of(pid: int) -> Path | None:
+def _stderr_of(pid: int) -> str:
     try:
-        return Path(os.readlink(f"/proc/{pid}/fd/2"))
+        return os.readlink(f"/proc/{pid}/fd/2")
     except OSError:  # of another user, or it has ended
-        return None
+        return ""
 
 
 def _journal_lines(unit: SystemdUnit, count: int, *, follow: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from ckptd.ctl.command import (
 )
 from ckptd.ctl.lifecycle.daemon_process import find_log, listener_pid, unit_of
 from ckptd.errors import DaemonUnavailable
+from ckptd.units import format_age
 
 __all__ = ["add_process_commands", "daemon_pid", "log_lines"]
 
@@ -94,7 +96,9 @@ def _has_ended(process: int, timeout_s: float) -> bool:
 
 def _logs(args: argparse.Namespace) -> CommandOutcome:
     """The last lines; with ``--follow`` prints every line, and returns only through an exception."""
-    place, lines = log_lines(args, args.lines, follow=args.follow)
+    place, note, lines = log_lines(args, args.lines, follow=args.follow)
+    if note:
+        print(f"ckptctl: {note}", file=sys.stderr)
     if not args.follow:
         found = list(lines)
         return CommandOutcome({"log": place, "lines": found}, "\n".join(found))
@@ -104,8 +108,10 @@ def _logs(args: argparse.Namespace) -> CommandOutcome:
     return CommandOutcome({"log": place}, f"the {place} has ended")
 
 
-def log_lines(args: argparse.Namespace, count: int, *, follow: bool = False) -> tuple[str, Iterator[str]]:
-    """The place of the daemon's log, and its last lines; also of a daemon that does not answer.
+def log_lines(
+    args: argparse.Namespace, count: int, *, follow: bool = False
+) -> tuple[str, str, Iterator[str]]:
+    """The place of the daemon's log, whose log it is if none answers, and its last lines.
 
     Raises:
         CommandError: it has no log that can be read here.
@@ -119,7 +125,11 @@ def log_lines(args: argparse.Namespace, count: int, *, follow: bool = False) -> 
     except DaemonUnavailable:
         pid = None
     log = find_log(pid or 0, folder)
-    return str(log), log.lines(max(0, count), follow=follow)
+    note = ""
+    if pid is None and log.path is not None:
+        age = format_age(max(0.0, time.time() - log.path.stat().st_mtime))
+        note = f"no daemon answers; this is the end of the log of the last one, written {age} ago: {log}"
+    return str(log), note, log.lines(max(0, count), follow=follow)
 
 
 def daemon_pid(args: argparse.Namespace) -> int | None:

@@ -225,8 +225,8 @@ def _reply(request: m.Request, kind: type[msgspec.Struct], args: argparse.Namesp
 
 
 def _log(args: argparse.Namespace) -> str:
-    place, lines = log_lines(args, _LOG_LINES)
-    return "\n".join([f"the last lines of the {place}", *lines]) + "\n"
+    place, note, lines = log_lines(args, _LOG_LINES)
+    return "\n".join([f"the last lines of the {place}", *([note] if note else []), *lines]) + "\n"
 
 
 def _system(args: argparse.Namespace) -> str:

@@ -86,7 +86,11 @@ def test_no_complete_suffix_no_replica_and_no_checkpoint_is_nothing_to_resume_fr
 def test_a_node_alone_without_a_store_is_a_warning_and_with_one_is_not() -> None:
     alone = replace(answers(), peers=peers(endpoint=""))
     assert (grades(only_run(alone)), only_run(alone).grade) == ("+.+", TierGrade.CURRENT)
-    assert only_run(alone).verdict == "not protected if a node is lost"
+    verdict = "every rank known here is protected; if a node is lost, the run resumes from storage"
+    assert only_run(alone).verdict == verdict
+    unstored = replace(answers(), status=msgspec.structs.replace(answers().status, durable=None))
+    assert (grades(only_run(unstored)), only_run(unstored).grade) == ("++.", TierGrade.CURRENT)
+    assert only_run(unstored).verdict == "every rank known here is protected, except if all memory is lost"
     bare = replace(alone, status=msgspec.structs.replace(alone.status, durable=None))
     assert (grades(only_run(bare)), only_run(bare).grade) == ("+..", TierGrade.FAR)
     assert only_run(bare).verdict == "not protected if a node is lost or all memory is lost"
@@ -100,7 +104,8 @@ def test_without_peers_the_floor_of_the_own_ring_is_no_protection_from_the_loss_
     )
     alone = msgspec.structs.replace(found.peers, endpoint="", peers=(), ranks=ranks)
     run = only_run(replace(found, peers=alone))
-    assert (grades(run), run.verdict) == ("+.+", "not protected if a node is lost")
+    assert grades(run) == "+.+"
+    assert run.verdict.endswith("; if a node is lost, the run resumes from storage")
 
 
 def test_a_target_that_is_lost_does_not_count_as_a_replica() -> None:

@@ -267,6 +267,8 @@ def test_topology_layout_and_stale_runs_are_told_by_name() -> None:
         assert attach(client, run="other").segments == ()
         (note,) = messages_of(client, "stale_run")
         assert "job/other rank 0 does not get the snapshots of run 'run'" in note
+        assert "pass run=RunOptions(name='run', job='job')" in note
+        assert "`ckptctl forget job run`" in note
         reserve(client, run="other")
         client.request(m.Detach())
         attach(client, run="third")

@@ -370,7 +370,7 @@ def test_a_join_that_is_refused_on_one_rank_stops_all(
         first, second = together(memories)
         assert isinstance(first, DaemonUnavailable)
         assert "rank 1 on node" in str(first)
-        assert "epoch 9 has begun. end the other trainers" in str(first)
+        assert "epoch 9 has begun. End the other trainers" in str(first)
         assert isinstance(second, AttachRefused)
         assert second.code == "stale_epoch"
 

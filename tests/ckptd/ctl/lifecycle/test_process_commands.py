@@ -106,6 +106,18 @@ def test_logs_are_those_of_the_process_wherever_it_writes_them(daemon: DaemonPro
     assert daemon.ctl("logs").stdout == daemon.log_text()
 
 
+def test_logs_of_an_operators_daemon_are_found_when_it_has_ended(daemon: DaemonProcess) -> None:
+    """They were those of an earlier daemon, which a trainer had started, and nothing said so."""
+    (daemon.runtime_dir / "ckptd.log").write_text("an earlier daemon's\n")
+    daemon.kill()
+    done = daemon.ctl("logs")
+    assert done.stdout == daemon.log_text()
+    assert "no daemon answers; this is the end of the log of the last one" in done.stderr
+    (daemon.runtime_dir / "operated").write_text("/dev/pts/7\n")
+    done = daemon.ctl("logs", check=False)
+    assert (done.returncode, "the last one logged to /dev/pts/7" in done.stderr) == (3, True), done.stderr
+
+
 def test_logs_of_a_daemon_that_a_trainer_started_are_there_when_it_is_gone(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,14 @@ def test_a_command_is_there_without_those_of_other_modules() -> None:
         assert found < every
 
 
+def test_the_help_lists_each_command_once_in_a_group() -> None:
+    """There were 27 commands in one list, and those for an emergency were between those for a set-up."""
+    listed = re.findall(r"^    ([a-z]+)", command_parser().format_help(), re.MULTILINE)
+    assert sorted(listed) == sorted(commands(command_parser()))
+    assert listed[0] == "top"
+    assert "\n  set-up:\n" in command_parser().format_help()
+
+
 @pytest.mark.parametrize("words", [("keys", "list"), ("--json", "--endpoint", "status", "keys", "list")])
 def test_only_the_module_of_the_command_is_imported(words: tuple[str, ...]) -> None:
     program = f"""

@@ -4,8 +4,9 @@ A scheduler, a gradient scaler, a second optimizer or an average of the model th
 `Checkpointer` begins anew after a failure. A replay notices a scheduler, too late, and an average not at
 all. So the first steps look at the variables of the function with the loop, and a warning names what was
 forgotten. So it does with the program's own state: random generators, iterators, containers and objects that
-change, and variables that the loop's body, or a function that it calls, takes over from the step before. What
-begins to change later (an average of the last quarter) is found by looks at the 8th, 16th, 32nd, … top.
+change, and variables that the loop's body, or a function that it calls, takes over from the step before, but
+for what the program only shows. What begins to change later (an average of the last quarter) is found by
+looks at the 8th, 16th, 32nd, … top.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckptd.client import values
 from ckptd.client.capture.attribute_records import AttributeRecorder, LeftOut
-from ckptd.client.capture.carried_variables import Kept, carried_variables, kept_by_functions
-from ckptd.client.capture.fingerprints import fingerprint, is_iterator, is_time, of_user
 from ckptd.client.capture.object_attributes import ObjectAttributes
+from ckptd.client.capture.uncaptured.carried_variables import Kept, carried_variables, kept_by_functions
+from ckptd.client.capture.uncaptured.fingerprints import fingerprint, is_iterator, is_time, of_user
+from ckptd.client.capture.uncaptured.shown_variables import only_shown
 from ckptd.client.capture.whole_objects import WholeObject
 from ckptd.client.data import Batches
 from ckptd.client.log_lines import get_logger
@@ -75,7 +77,13 @@ def around_loop(frame: types.FrameType, captured: Iterable[Any], binding: LiveSt
         everything = [part for each in passed for part in _captured_with(each)]
         kept = () if user is None or not variables else _kept_by(user, variables, everything)
         return LeftBehind(
-            variables, everything, (*tensors, *of_optimizers), updated, carried=carried, kept=kept
+            variables,
+            everything,
+            (*tensors, *of_optimizers),
+            updated,
+            carried=carried,
+            kept=kept,
+            code=None if user is None else user.f_code,
         )
     except Exception as error:  # noqa: BLE001 - as below
         _not_looked_at(error)
@@ -144,6 +152,7 @@ class LeftBehind:
         updated: those of them that the optimizers in the snapshots update.
         carried: names of variables that a step takes over from the one before.
         kept: variables of functions that the loop calls.
+        code: the function with the loop, if its source may say what is only shown.
     """
 
     def __init__(
@@ -155,7 +164,9 @@ class LeftBehind:
         *,
         carried: Iterable[str] = (),
         kept: Iterable[Kept] = (),
+        code: types.CodeType | None = None,
     ) -> None:
+        self._code = code
         self._tensors, self._updated = frozenset(map(id, tensors)), frozenset(map(id, updated))
         self._recorder = AttributeRecorder(0, everything=True, trained=self._tensors)
         captured = list(captured)
@@ -181,7 +192,7 @@ class LeftBehind:
         self._self = own if watched and hasattr(own, "__dict__") else None
         self._numbers = self._numbers_now()
         self._carried = [
-            f"{name} ({type(variables[name]).__name__})"
+            (name, variables[name])
             for name in sorted(carried)
             if name in variables and id(variables[name]) not in inside
             if not isinstance(variables[name], _KINDS) and not is_time(variables[name])
@@ -238,24 +249,21 @@ class LeftBehind:
             found = iterator()
             if found is not None and found._num_yielded != was and id(found) not in known:
                 changed.append((f"an iterator over {type(found._dataset).__name__}", found))
-        self._carried += [
-            f"{name} ({type(get()).__name__})"
-            for name, (get, was) in self._kept.items()
-            if repr(get()) != was
-        ]
-        if self._carried:
+        self._carried += [(name, get()) for name, (get, was) in self._kept.items() if repr(get()) != was]
+        carried, changed = self._not_only_shown(changed)
+        if carried:
             logger.warning(
                 "NOT CAPTURED: %s: a step takes it over from the one before, and after a failure it begins "
                 "anew. If training depends on it, keep it in a dict in place of the variable: kept = {...}, "
                 'Checkpointer(..., state={"kept": kept})',
-                _listed(self._carried),
+                _listed([_words(name, value) for name, value in carried]),
             )
         flags = [path for each in self._attributes for path in each.set_once()]
         if flags:
             logger.warning(
                 "NOT CAPTURED: %s: a step has set this flag once, and it is unset after a failure. If what "
-                "it guards is not to be done again (an initialization from the first batch), make it a buffer: "
-                "register_buffer(name, torch.tensor(False))",
+                "it guards is not to be done again (an initialization from the first batch), make it a "
+                "buffer: register_buffer(name, torch.tensor(False))",
                 _listed(flags),
             )
         self._say(changed, counted)
@@ -264,6 +272,16 @@ class LeftBehind:
         # Batches and histories must not stay for the whole run.
         self._objects, self._first, self._kept, self._iterators = {}, {}, {}, []
         return self
+
+    def _not_only_shown(
+        self, changed: list[tuple[str, Any]]
+    ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+        """Carried variables and changed objects on which more depends than what the program shows."""
+        found = (self._carried, changed)
+        plain = [name for each in found for name, value in each if _may_be_shown(value)]
+        shown = only_shown(self._code, plain) if plain and self._code is not None else frozenset[str]()
+        carried, changed = ([each for each in part if each[0] not in shown] for part in found)
+        return carried, changed
 
     def _keep(self, name: str, get: Callable[[], Any]) -> None:
         """Look at what a function keeps."""
@@ -302,8 +320,9 @@ class LeftBehind:
     def _say(self, changed: Sequence[tuple[str, Any]], counted: Sequence[str]) -> None:
         if changed:
             logger.warning(
-                "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. Pass %s",
+                "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. %s %s",
                 _listed([_words(name, value, counted) for name, value in changed]),
+                "Pass" if any(isinstance(value, _KINDS) for _, value in changed) else "If it matters, pass",
                 self._advice(changed),
             )
 
@@ -401,7 +420,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _words(name: str, value: object, counted: Sequence[str]) -> str:
+def _may_be_shown(value: object) -> bool:
+    """True for values whose methods change nothing else, as an object of the user's might."""
+    return type(value) in _NUMBERS or isinstance(value, (bool, Tensor, *_CONTAINERS))
+
+
+def _words(name: str, value: object, counted: Sequence[str] = ()) -> str:
     kind = type(value).__name__.lstrip("_")
     return f"self ({kind}: {_listed(counted)})" if name == "self" else f"{name} ({kind})"
 

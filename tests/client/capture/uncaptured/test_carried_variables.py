@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptd.client.capture.carried_variables import carried_variables, kept_by_functions
+from ckptd.client.capture.uncaptured.carried_variables import carried_variables, kept_by_functions
 
 
 def carried(found: list[frozenset[str]]) -> Iterator[int]:

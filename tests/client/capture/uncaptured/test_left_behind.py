@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd.client.capture.left_behind import LeftBehind, around_loop, variables_of
+from ckptd.client.capture.uncaptured.left_behind import LeftBehind, around_loop, variables_of
 from ckptd.client.capture.whole_objects import WholeObject
 from ckptd.client.data import Batches, BatchLedger
 from ckptd.client.model.live_state import LiveState
@@ -166,7 +166,9 @@ def test_what_the_program_keeps(job: Job, caplog: pytest.LogCaptureFixture) -> N
         caplog, meter=meter, norms=norms, noise=noise, fixed=fixed, everybodys=torch.default_generator
     )
     assert "NOT CAPTURED: meter (Meter), norms (list), noise (Generator): it changes while it trains" in told
-    assert 'state={"meter": meter, "norms": norms, "noise": noise}' in told
+    assert (
+        'If it matters, pass Checkpointer(..., state={"meter": meter, "norms": norms, "noise": noise}' in told
+    )
 
 
 def test_what_counts_steps_of_local_sgd(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,7 +205,7 @@ def test_an_object_that_trains(job: Job, caplog: pytest.LogCaptureFixture, captu
     told = job.said(caplog, (own,) if captured else (), trains=own)
     expected = "NOT CAPTURED: self (Counts: steps, mean, history): it changes while it trains"
     assert told == "" if captured else expected in told
-    assert captured or 'Pass Checkpointer(..., state={"self": self})' in told
+    assert captured or 'pass Checkpointer(..., state={"self": self})' in told
 
 
 def test_generators_that_a_loader_reaches(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,6 +224,23 @@ def test_generators_that_a_loader_reaches(job: Job, caplog: pytest.LogCaptureFix
         job.step()
     assert caplog.text == ""
     assert len(history) > 1
+
+
+def test_what_is_only_shown_is_not_named(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """A list of losses that is printed was named; a list that something else reads still is."""
+    binding = LiveState(job.model, [job.optimizer], None)
+    losses, read = [0.0], [0.0]
+    looking = around_loop(sys._getframe(), (job.after, job), binding)
+    for _ in range(6):
+        if looking is not None:
+            looking = looking.look()
+        job.step()
+        losses.append(1.0)
+        read.append(1.0)
+        print(sum(losses))  # noqa: T201
+    job.after.extend(read)  # type: ignore[arg-type]
+    assert "NOT CAPTURED: read (list): it changes while it trains" in caplog.text
+    assert "losses" not in caplog.text
 
 
 class Around:

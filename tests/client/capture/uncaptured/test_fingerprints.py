@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptd.client.capture.fingerprints import fingerprint, is_time
+from ckptd.client.capture.uncaptured.fingerprints import fingerprint, is_time
 
 
 class Own:
