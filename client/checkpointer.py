@@ -246,15 +246,20 @@ class Checkpointer:
             self._first_total = None
         elif not self._looked_around:
             self._first_total = total
+        again = self._looked_around
         if not (self.off or self._looked_around):
             self._looked_around = True
             kept = (*self._subject.stateful.values(), *self._batches)
             self._loop.left_behind = around_loop(sys._getframe(1), kept, self._binding)
-        while (yield from self._steps_of_this_life(total, start)):
+        while (yield from self._steps_of_this_life(total, start, again=again)):
             gc.collect()  # groups, buckets and mapped memory of the life before are in cycles
 
-    def _steps_of_this_life(self, total: int, start: int) -> Generator[int, None, bool]:
-        """Returns whether this process has restarted, so that another life follows."""
+    def _steps_of_this_life(self, total: int, start: int, *, again: bool) -> Generator[int, None, bool]:
+        """Returns whether this process has restarted, so that another life follows.
+
+        Args:
+            again: a loop has asked for steps before.
+        """
         loop = self._loop
         loop.replaying.check_whole()
         if self.resumed_from is None and not loop.step:
@@ -278,7 +283,15 @@ class Checkpointer:
                 f"run= a new name to start over. {_ONE_LOOP}"
             )
         loop.step = first
-        if first >= total:
+        if first >= total and again:
+            logger.warning(
+                "steps(%d): this loop runs no step, because all %d have run: total counts the steps of the "
+                "whole run, not those of an epoch. %s",
+                total,
+                first,
+                _ONE_LOOP,
+            )
+        elif first >= total:
             logger.warning(
                 "iteration %d of %d is reached already: nothing to run; pass run= a new name to start over",
                 first,

@@ -952,7 +952,7 @@ class ReplicationStatus(Struct, frozen=True, tag=True):
 
 
 class PeerStatus(Struct, frozen=True, tag=True):
-    """One other node."""
+    """One other node; ``answered``: it has, once at least."""
 
     node: str
     endpoint: str
@@ -960,6 +960,7 @@ class PeerStatus(Struct, frozen=True, tag=True):
     alive: bool
     silent_s: float
     free_bytes: int
+    answered: bool = True
 
 
 class HostedReplica(Struct, frozen=True, tag=True):

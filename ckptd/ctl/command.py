@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import math
+import os
 import re
 import shutil
 import sys
@@ -86,6 +87,7 @@ _UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 CONNECT_S = 10.0  # requests that take longer set their own limit
 _LISTENER_S = 3.0  # a daemon that replaces its own image does not listen for a moment
 _LISTENER_POLL_S = 0.05
+_RUN = Path("/run")  # in which the units of deploy/ have their runtime folders
 
 _Reply = TypeVar("_Reply", bound=msgspec.Struct)
 
@@ -164,7 +166,7 @@ def connected(args: argparse.Namespace) -> ControlClient:
     except PermissionError:
         there = True  # in a folder that this user may not enter: connecting says so
     if not there:  # connecting would wait for the socket
-        raise DaemonUnavailable(f"no daemon serves {endpoint}: there is no socket")
+        raise DaemonUnavailable(f"no daemon serves {endpoint}: there is no socket{_of_unit(args)}")
     client = connect(endpoint, timeout_s)
     deadline = time.monotonic() + min(timeout_s, _LISTENER_S)
     try:
@@ -177,6 +179,15 @@ def connected(args: argparse.Namespace) -> ControlClient:
         client.close()
         raise
     return client
+
+
+def _of_unit(args: argparse.Namespace) -> str:
+    """Where the daemon of a shipped unit has its socket, if this shell does not say so; "" if none has."""
+    for socket in () if args.endpoint else sorted(_RUN.glob("ckptd*/ckptd.sock")):
+        with contextlib.suppress(OSError, KeyError):  # it has gone; its owner has no name
+            user = f" CKPTD_DAEMON_USER={socket.owner()}" if socket.stat().st_uid != os.getuid() else ""
+            return f", but one at {socket}: export CKPTD_RUNTIME_DIR={socket.parent}{user}"
+    return ""
 
 
 def ask(

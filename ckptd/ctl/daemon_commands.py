@@ -323,7 +323,7 @@ def _durable(durable: m.DurableStatus) -> str:
     keeper = f"store keeper {durable.keeper_pid}" if durable.keeper_pid else "no store keeper now"
     title = (
         f"durable   {durable.url}, {keeper}; {format_bytes(durable.uploaded_bytes)} uploaded, "
-        f"{format_bytes(durable.spared_bytes)} spared"
+        f"{format_bytes(durable.spared_bytes)} there already"
     )
     if not durable.ranks:
         return title

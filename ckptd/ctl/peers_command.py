@@ -222,8 +222,8 @@ def _peers_text(answer: m.Peers) -> str:
             "peer": p.node,
             "endpoint": p.endpoint,
             "labels": ",".join(f"{k}={v}" for k, v in sorted(p.labels.items())) or "-",
-            "alive": "yes" if p.alive else "NO",
-            "heard": f"{p.silent_s:.1f} s",
+            "alive": "NO" if not p.alive else "yes" if p.answered else "not yet",
+            "heard": f"{p.silent_s:.1f} s" if p.answered else "never",
             "free": format_bytes(p.free_bytes),
         }
         for p in answer.peers

@@ -156,7 +156,7 @@ _PERSIST_FAILURES = {
     "fenced": ("event.persist.fenced",),
     "keeper_died": ("event.store_keeper_died",),
     "not_opened": ("persist_not_opened",),
-    "store_away": ("event.store_opened",),
+    "store_away": ("event.store_paused",),
     "unusable": ("event.storage_unusable",),
 }
 _COMPARISONS = {

@@ -207,6 +207,7 @@ class Neighbours:
                 not n.lost,
                 now_s - n.last_heard_s,
                 n.free_bytes,
+                bool(n.boot_id),
             )
             for node, n in sorted(self._known.items())
         )
@@ -300,7 +301,7 @@ class Neighbours:
 
     def _look_after(self, node: str, neighbour: _Neighbour, now_s: float) -> None:
         if not neighbour.lost and self._is_silent(neighbour, now_s):
-            self._lose(node, neighbour, f"no answer for {self._deadline_s:g} s")
+            self._lose(node, neighbour, f"no answer for {self._deadline_s:g} s{_never(neighbour)}")
         if neighbour.asking or now_s < neighbour.next_hello_s:
             return
         neighbour.asking = True
@@ -348,6 +349,16 @@ class Neighbours:
         neighbour.lost = True
         self._events.add("warning", "peer_lost", f"{node}: {reason}")
         self._listener.node_lost(node, reason)
+
+
+def _never(neighbour: _Neighbour) -> str:
+    """What to look at if a node has never answered; "" if it has."""
+    if neighbour.boot_id:
+        return ""
+    return (
+        f", and never before: is its daemon at {neighbour.card.endpoint}, is the port open, and has each "
+        "node the other's key (`ckptctl keys list` on both)?"
+    )
 
 
 def _most_peers() -> int:

@@ -298,7 +298,7 @@ class Keeper:
         self.send(w.KeeperEvent(level, kind, text))
 
     def _circuit_reported(self, notice: StoreNotice) -> None:
-        level = "error" if notice.kind is NoticeKind.OPENED else "info"
+        level = "error" if notice.kind is NoticeKind.PAUSED else "info"
         self._report(level, f"store_{notice.kind}", notice.text)
 
 

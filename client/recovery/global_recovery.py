@@ -421,8 +421,8 @@ def _refuse_to_forget(memory: RankMemory, plan: NoRecovery, view: RunView, recov
             DaemonUnavailable,
             memory,
             f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
-            "`ckptctl events` says which. Start again when the store answers. What is damaged "
-            "is named by `ckptctl checkpoints verify`; to begin anew remove it with "
+            "The event store_silent (`ckptctl events`) has the reason. Start again when the store answers. "
+            "What is damaged is named by `ckptctl checkpoints verify`; to begin anew remove it with "
             "`ckptctl checkpoints rm`, or pass run= a new name",
         )
     if why := _would_be_lost(view, recoverable_before):

@@ -192,6 +192,10 @@ def _likely_causes(what: str, changed: str, stateful: Mapping[str, Stateful], de
     if left := list(chain.from_iterable(item.left_out() for item in kept)):
         named = ", ".join(left[:_DIFFERENCES_SHOWN])
         causes.append(f"attributes change while they train, and no snapshot has them: {named}")
+    if "scheduler" in what:
+        causes.append(
+            "a scheduler that is not in state=: the line NOT CAPTURED of the run that was recorded names it"
+        )
     if "state[" in what:
         causes.append("an object in state= does not give back all that it needs to go on")
     if not any(_is_loader(item) for item in stateful.values()):

@@ -145,8 +145,8 @@ _EDGE_BYTES = 64 << 10
 
 
 class NoticeKind(StrEnum):
-    OPENED = "opened"
-    CLOSED = "closed"
+    PAUSED = "paused"
+    RESUMED = "resumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,18 +321,18 @@ class Resilient:
 
     def _failed(self, error: StoreError) -> None:
         with self._lock:
-            opened = self._circuit.failed(self._clock())
+            paused = self._circuit.failed(self._clock())
             failures = self._circuit.failures
-        if opened:
-            text = f"storage {self._url} is not used for a while after {failures} failures in a row: {error}"
-            self._notify(StoreNotice(NoticeKind.OPENED, self._url, text))
+        if paused:
+            text = f"requests to storage {self._url} pause after {failures} failures in a row: {error}"
+            self._notify(StoreNotice(NoticeKind.PAUSED, self._url, text))
 
     def _succeeded(self) -> None:
         with self._lock:
             closed = self._circuit.succeeded()
         if closed:
             text = f"storage {self._url} answers again"
-            self._notify(StoreNotice(NoticeKind.CLOSED, self._url, text))
+            self._notify(StoreNotice(NoticeKind.RESUMED, self._url, text))
 
     def _ours(self, key: str, parts: Sequence[memoryview]) -> ObjectInfo | None:
         """The stored object if it has the content of ``parts``, else None."""

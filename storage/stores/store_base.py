@@ -120,9 +120,8 @@ class StoreOptions:
         unknown = options.keys() - {each.name for each in fields(cls)}
         if unknown:
             names = ", ".join(sorted(unknown))
-            raise ValueError(
-                f"unknown storage options: {names} (a backend's own belong under 'fsspec' or 'obstore')"
-            )
+            known = ", ".join(each.name for each in fields(cls))
+            raise ValueError(f"unknown storage options: {names}; known are {known}")
         try:
             return msgspec.convert(dict(options), cls)
         except msgspec.ValidationError as error:

@@ -157,7 +157,7 @@ def test_what_is_under_way_and_what_went_wrong_is_shown() -> None:
     first = msgspec.structs.replace(rank, rank=4, committed=-1, under_way=-1, reason="", last_s=0.0)
     told = m.DurableStatus("s3://bucket/x", 4711, 4 << 30, 1 << 30, (rank, first))
     text = daemon_commands.status_text(msgspec.structs.replace(STATUS, durable=told))
-    assert "durable   s3://bucket/x, store keeper 4711; 4 GiB uploaded, 1 GiB spared" in text
+    assert "durable   s3://bucket/x, store keeper 4711; 4 GiB uploaded, 1 GiB there already" in text
     lines = text.splitlines()
     row = next(line for line in lines if line.startswith("moe") and "120" in line)
     assert " ".join(row.split()) == (

@@ -515,6 +515,15 @@ class TestOn:
         assert caplog.text.count("NOT RESUMABLE: steps(4) after steps(2)") == 1
         assert caplog.text.count("NOT RESUMABLE") == 1
 
+    def test_a_loop_over_the_steps_of_each_epoch_is_told(
+        self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """`steps(len(loader))` in each epoch trains one epoch; the line asked for a new name of the run."""
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        assert [train(ckpt, model, optimizer, 2) for _ in range(2)] == [[0, 1], []]
+        assert "steps(2): this loop runs no step, because all 2 have run: total counts" in caplog.text
+
     def test_an_optimizer_that_nobody_passed_ends_snapshots(
         self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -21,8 +21,8 @@ MADE = {
     "replica_damaged": {"error"},
     "replica_forged": {"error"},
     "start_phases": {"info"},
-    "store_closed": {"info"},
-    "store_opened": {"error"},
+    "store_resumed": {"info"},
+    "store_paused": {"error"},
 }
 
 

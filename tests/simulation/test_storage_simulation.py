@@ -23,7 +23,7 @@ def test_what_is_durable_is_come_back_to_from_a_store_that_fails_in_parts() -> N
     seen: Counter[str] = Counter()
     for seed in range(SEEDS):
         seen.update(play_storage(seed).seen)
-    for what in ("recovered", "from the store", "told: retained", "told: store_opened"):
+    for what in ("recovered", "from the store", "told: retained", "told: store_paused"):
         assert seen[what] > 0, f"never: {what}: {seen}"
 
 

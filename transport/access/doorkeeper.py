@@ -336,7 +336,9 @@ class Doorkeeper:
     def _left(self, source: str) -> None:
         """A stranger has gone without being turned away; "": its address was never seen."""
         if not self._was_denied(source):
-            self._refusals.stranger("left", source, "it disconnected without identifying itself")
+            self._refusals.stranger(
+                "left", source, "it left before it showed a key: it may have a wrong key of this node"
+            )
 
     def _was_denied(self, source: str) -> bool:
         """Whether this is the end of a connection whose key was refused."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.ctl import command
 from ckptd.ctl.command import ProgressBar, connected, progress_line
 from ckptd.ctl.main import main
 
@@ -18,6 +19,22 @@ MIB = 1 << 20
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_the_socket_of_a_unit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell without CKPTD_RUNTIME_DIR was told that no daemon runs, beside the daemon of the unit."""
+    unit = tmp_path / "ckptd-alice"
+    unit.mkdir()
+    monkeypatch.setattr(command, "_RUN", tmp_path)
+    monkeypatch.setenv("CKPTD_RUNTIME_DIR", str(tmp_path))
+    assert main(["status"]) == 3
+    assert "there is no socket (is it running?" in capsys.readouterr().err
+    (unit / "ckptd.sock").touch()
+    assert main(["status"]) == 3
+    told = capsys.readouterr().err
+    assert f"but one at {unit}/ckptd.sock: export CKPTD_RUNTIME_DIR={unit} (is it running?" in told
 
 
 def test_with_a_total_there_is_a_bar_a_rate_and_what_is_left() -> None:

@@ -144,6 +144,20 @@ def test_a_neighbour_that_does_not_answer_is_lost_until_it_does(setting: Setting
     assert setting.neighbours.lost == []
 
 
+def test_a_neighbour_that_never_answered_is_told_apart(setting: Setting) -> None:
+    """With a wrong key `ckptctl peers` said "alive: yes", and the event "no answer" of a node that never gave
+    one.
+    """
+    setting.meet("tcp://1")
+    setting.later()
+    assert [status.answered for status in setting.neighbours.status(setting.now_s)] == [False]
+    setting.later(3 * DEADLINE_S)
+    (lost,) = [event for event in setting.events.page(0, 100).events if event.kind == "peer_lost"]
+    assert "and never before: is its daemon at tcp://1, is the port open" in lost.message
+    setting.peers["tcp://1"].answer("b1")
+    assert [status.answered for status in setting.neighbours.status(setting.now_s)] == [True]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_daemon_that_stood_still_takes_nobody_for_lost(setting: Setting, asked: bool) -> None:
     """It had not asked for so long, or had not read the answer; and the fetches of that moment ended, since "no

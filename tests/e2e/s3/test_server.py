@@ -81,14 +81,14 @@ def test_an_outage_is_told_once_and_training_does_not_notice(
         eventually(lambda: bool(bucket.committed(run)), "a durable checkpoint", timeout_s=SOON_S)
         proxy.inject(Answer(503, "SlowDown"), lambda request: away, times=100_000)
         training.end(reference)
-        eventually(lambda: bool(daemon.events("store_opened")), "the outage is told", SOON_S)
+        eventually(lambda: bool(daemon.events("store_paused")), "the outage is told", SOON_S)
         given_up = daemon.events("persist_abandoned", run)
         assert given_up
         assert all("Throttled" in text or "CircuitOpen" in text for text in given_up), given_up
-        assert len(daemon.events("store_opened")) == 1
+        assert len(daemon.events("store_paused")) == 1
         assert TOTAL not in bucket.committed(run)
         away = False
-        eventually(lambda: bool(daemon.events("store_closed")), "its end is told, too", SOON_S)
+        eventually(lambda: bool(daemon.events("store_resumed")), "its end is told, too", SOON_S)
         wait_committed(bucket, run, TOTAL)
 
 

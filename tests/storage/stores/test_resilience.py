@@ -396,7 +396,7 @@ class TestOpenCircuit:
     def test_opens_and_says_so_once_and_the_call_that_met_it_ends(self) -> None:
         setting = self._open()
         assert setting.store.calls == 3
-        assert [notice.kind for notice in setting.notices] == [NoticeKind.OPENED]
+        assert [notice.kind for notice in setting.notices] == [NoticeKind.PAUSED]
         assert "memory://here" in setting.notices[0].text
         assert "3 failures" in setting.notices[0].text
 
@@ -425,7 +425,7 @@ class TestOpenCircuit:
         setting.put(b"abc")
         setting.put(b"abc")
         kinds = [notice.kind for notice in setting.notices]
-        assert kinds == [NoticeKind.OPENED, NoticeKind.CLOSED]
+        assert kinds == [NoticeKind.PAUSED, NoticeKind.RESUMED]
 
     def test_a_probe_that_fails_is_one_attempt_and_says_nothing(self) -> None:
         setting = self._open()
