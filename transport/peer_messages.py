@@ -41,13 +41,18 @@ Span = Annotated[int, Meta(ge=0, le=1 << 15)]
 
 
 class PeerHello(Struct, frozen=True, tag=True):
-    """The first message to a peer, and the later pings. ``boot_id`` is new at each start of a daemon."""
+    """The first message to a peer, and the later pings. ``boot_id`` is new at each start of a daemon.
+
+    ``endpoint`` and ``public_key``: where the sender is reached now ("": not told).
+    """
 
     protocol: int
     version: ShortText
     node: Name
     boot_id: ShortText
     labels: Labels = {}
+    endpoint: Text = ""
+    public_key: ShortText = ""
 
 
 class PeerWelcome(Struct, frozen=True, tag=True):

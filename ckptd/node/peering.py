@@ -418,7 +418,7 @@ class Peering:
         elif isinstance(message, p.PeerHello):
             if self.host is not None:
                 self.host.leases.heard(peer, message.boot_id)
-            reply(self.neighbours.welcome(message, self.replicas.free_bytes))
+            reply(self.neighbours.welcome(peer, message, self.replicas.free_bytes))
         elif isinstance(message, p.Floor):
             self.runs.floor_message(peer, message)
             reply(p.PeerDone())

@@ -10,6 +10,11 @@ time, and a hello is sent only when the one before is over, so each answer is fr
 the last. A message from a boot that did not answer last may be from an earlier one, however late, and is
 ignored.
 
+Only such an answer, too, moves a node to another address. Cards come from trainers and from the records of
+other nodes, and may be old, or wrong on purpose. So a card with another address is tried beside the known
+one, and counts if the node answers there and not at the known one. A node that has moved says so itself, in
+its hellos.
+
 A node without a part in any run that does not answer is forgotten: each known node costs a connection with
 three descriptors, and on machines that are replaced for months these would be used up.
 """
@@ -66,20 +71,45 @@ AskNode = Callable[[p.PeerMessage, Callable[[Holdings], None], Callable[[str, st
 
 
 class _First:
-    """Passes on the first of several outcomes."""
+    """Passes on the first answer, or the last failure of ``ways`` to ask."""
 
-    def __init__(self, done: Callable[[Holdings], None], failed: Callable[[str, str], None]) -> None:
-        self._done, self._failed, self._settled = done, failed, False
+    def __init__(
+        self, done: Callable[[Holdings], None], failed: Callable[[str, str], None], ways: int
+    ) -> None:
+        self._done, self._failed, self._left = done, failed, ways
 
     def done(self, holdings: Holdings) -> None:
-        if not self._settled:
-            self._settled = True
+        if self._left:
+            self._left = 0
             self._done(holdings)
 
+    def one_less(self, code: str, reason: str) -> None:
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._failed(code, reason)
+
+
+class _Way:
+    """One way to ask, which fails once."""
+
+    def __init__(self, first: _First) -> None:
+        self._first: _First | None = first
+
     def failed(self, code: str, reason: str) -> None:
-        if not self._settled:
-            self._settled = True
-            self._failed(code, reason)
+        first, self._first = self._first, None
+        if first is not None:
+            first.one_less(code, reason)
+
+
+@dataclass(slots=True)
+class _Rival:
+    """Another address that a node is said to have."""
+
+    card: NodeCard
+    link: PeerLink
+    answers: int  # of the node at its known address, when it was asked here
+    asking: bool = False
 
 
 @dataclass(slots=True)
@@ -93,6 +123,14 @@ class _Neighbour:
     unanswered_s: float | None = None  # since when, by the first hello that has had no answer
     next_hello_s: float = 0.0
     free_bytes: int = 0
+    answers: int = 0
+    failed: bool = False  # its last hello had no answer
+    rival: _Rival | None = None
+
+    @property
+    def links(self) -> list[PeerLink]:
+        """To every address at which it may be."""
+        return [self.link] if self.rival is None else [self.link, self.rival.link]
 
 
 class Neighbours:
@@ -130,8 +168,15 @@ class Neighbours:
 
     @property
     def _hello(self) -> p.PeerHello:
+        card = self.card
         return p.PeerHello(
-            p.PEER_PROTOCOL_VERSION, ckptd.__version__, self._node, self._here.boot_id, self._labels
+            p.PEER_PROTOCOL_VERSION,
+            ckptd.__version__,
+            self._node,
+            self._here.boot_id,
+            self._labels,
+            card.endpoint,
+            card.public_key,
         )
 
     @property
@@ -186,17 +231,14 @@ class Neighbours:
         done: Callable[[Holdings], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        first = _First(done, failed)
-
-        def no_welcome(code: str, reason: str) -> None:
-            if code in _NO_SIGN_OF_LIFE:  # else it lives, and refuses the hello
-                first.failed(code, reason)
-
-        if not patient:
-            neighbour.link.ask(
-                self._hello, p.PeerWelcome, lambda _: None, no_welcome, timeout_s=_SIGN_OF_LIFE_S
-            )
-        neighbour.link.ask(question, Holdings, first.done, first.failed, timeout_s=_SURVEY_S)
+        links = neighbour.links
+        first = _First(done, failed, len(links))
+        for link in links:
+            way = _Way(first)
+            if not patient:
+                no_welcome = partial(_no_welcome, way)
+                link.ask(self._hello, p.PeerWelcome, lambda _: None, no_welcome, timeout_s=_SIGN_OF_LIFE_S)
+            link.ask(question, Holdings, first.done, way.failed, timeout_s=_SURVEY_S)
 
     def status(self, now_s: float) -> tuple[PeerStatus, ...]:
         return tuple(
@@ -212,8 +254,11 @@ class Neighbours:
             for node, n in sorted(self._known.items())
         )
 
-    def welcome(self, hello: p.PeerHello, free_bytes: int) -> p.PeerReply:
-        """The answer to a hello."""
+    def welcome(self, peer: str, hello: p.PeerHello, free_bytes: int) -> p.PeerReply:
+        """The answer to the hello of a peer. One that has moved, or has another key, is asked there."""
+        if peer in self._known and hello.endpoint:
+            card = NodeCard(peer, hello.endpoint, hello.public_key, hello.labels, hello.boot_id)
+            self.meet([card])
         if hello.protocol != p.PEER_PROTOCOL_VERSION:
             return p.PeerRefused(
                 "protocol",
@@ -241,6 +286,8 @@ class Neighbours:
                 self._forget(node, f"it has not answered for {silent_s:.0f} s")
             else:
                 self._look_after(node, neighbour, now_s)
+                if neighbour.rival is not None:
+                    self._ask_rival(node, neighbour, neighbour.rival)
 
     def _excuse(self, now_s: float) -> None:
         """Let the neighbours' time to answer begin again if this daemon stood still."""
@@ -255,18 +302,64 @@ class Neighbours:
     def _meet(self, card: NodeCard, wanted: Container[str]) -> None:
         address = PeerAddress(card.node, card.endpoint, card.public_key)
         known = self._known.get(card.node)
-        if known is not None and known.link.address == address:
+        if known is not None and address in [link.address for link in known.links]:
             return
         if self._fabric is None or (known is None and not self._has_room(card.node, wanted)):
             return
+        if known is not None and not known.lost and card.boot_id and card.boot_id == known.boot_id:
+            return  # this very daemon answers where it is known to be
         link = PeerLink(self._fabric.peer(address), self._here.post, self._here.boot_id)
-        fresh = _Neighbour(card, link, self._clock())
-        self._known[card.node] = fresh
-        if known is not None:
-            known.link.close()
-            fresh.boot_id = known.boot_id  # so that a restart is noticed
-            if known.lost:  # its deadline starts again
-                self._listener.node_back(card.node)
+        if known is None:
+            self._known[card.node] = _Neighbour(card, link, self._clock())
+            return
+        self._drop_rival(known)
+        known.rival = _Rival(card, link, known.answers)
+        self._ask_rival(card.node, known, known.rival)
+
+    def _ask_rival(self, node: str, neighbour: _Neighbour, rival: _Rival) -> None:
+        """Ask whether a node is at its other address, unless it was asked and has time left."""
+        if rival.asking:
+            return
+        rival.asking, rival.answers = True, neighbour.answers
+        rival.link.ask(
+            self._hello,
+            p.PeerWelcome,
+            partial(self._rival_heard, node, neighbour, rival),
+            partial(self._rival_not_heard, neighbour, rival),
+            timeout_s=self._deadline_s,
+        )
+
+    def _rival_heard(self, node: str, neighbour: _Neighbour, rival: _Rival, welcome: p.PeerWelcome) -> None:
+        if neighbour.rival is not rival or self._known.get(node) is not neighbour:
+            return
+        rival.asking = False
+        if neighbour.answers > rival.answers:
+            self._drop_rival(
+                neighbour
+            )  # it answers where it was known to be: which boot is newer is not known
+            return
+        if welcome.boot_id == neighbour.boot_id and not (neighbour.lost or neighbour.failed):
+            self.look_at(node)  # the same daemon at two addresses: it stays where it is, if it answers there
+            return
+        before = neighbour.card.endpoint
+        neighbour.link.close()
+        neighbour.card, neighbour.link, neighbour.rival = rival.card, rival.link, None
+        neighbour.asking = False
+        self._events.add(
+            "info", "peer_moved", f"{node} answers at {rival.card.endpoint}, no more at {before}"
+        )
+        self._heard(node, neighbour, rival.link, welcome)
+
+    def _rival_not_heard(self, neighbour: _Neighbour, rival: _Rival, code: str, reason: str) -> None:
+        rival.asking = False
+        # One that is lost is looked for at both addresses.
+        if neighbour.rival is rival and neighbour.answers > rival.answers:
+            self._drop_rival(neighbour)
+
+    def _drop_rival(self, neighbour: _Neighbour) -> None:
+        if neighbour.rival is not None:
+            neighbour.rival.link.close()
+            neighbour.rival = None
 
     def _has_room(self, node: str, wanted: Container[str]) -> bool:
         """Whether one more node may be connected; the longest silent unneeded node makes room."""
@@ -294,6 +387,7 @@ class Neighbours:
         neighbour = self._known[node]
         self._lose(node, neighbour, why)
         del self._known[node]
+        self._drop_rival(neighbour)
         neighbour.link.close()
         self._events.add(
             "info", "peer_forgotten", f"{node} has no part in any run here, and {why}: it is closed"
@@ -311,8 +405,8 @@ class Neighbours:
         neighbour.link.ask(
             self._hello,
             p.PeerWelcome,
-            partial(self._heard, node, neighbour),
-            partial(self._not_heard, node, neighbour),
+            partial(self._heard, node, neighbour, neighbour.link),
+            partial(self._not_heard, node, neighbour, neighbour.link),
             timeout_s=self._deadline_s,
         )
 
@@ -321,10 +415,13 @@ class Neighbours:
         asked = since_s is not None and now_s - since_s > _LEAST_UNANSWERED * deadline_s
         return asked and now_s - neighbour.last_heard_s > deadline_s
 
-    def _heard(self, node: str, neighbour: _Neighbour, welcome: p.PeerWelcome) -> None:
-        if self._known.get(node) is not neighbour:
+    def _heard(self, node: str, neighbour: _Neighbour, link: PeerLink, welcome: p.PeerWelcome) -> None:
+        if self._known.get(node) is not neighbour or neighbour.link is not link:
             return  # an answer from its former address
-        neighbour.asking, neighbour.unanswered_s = False, None
+        neighbour.asking, neighbour.failed, neighbour.unanswered_s = False, False, None
+        neighbour.answers += 1
+        if neighbour.rival is not None and not neighbour.rival.asking:
+            self._drop_rival(neighbour)
         neighbour.last_heard_s = self._clock()
         neighbour.free_bytes = welcome.free_bytes
         restarted = bool(neighbour.boot_id) and neighbour.boot_id != welcome.boot_id
@@ -337,8 +434,10 @@ class Neighbours:
             self._events.add("info", "peer_back", f"{node} answers again")
             self._listener.node_back(node)
 
-    def _not_heard(self, node: str, neighbour: _Neighbour, code: str, reason: str) -> None:
-        neighbour.asking = False
+    def _not_heard(self, node: str, neighbour: _Neighbour, link: PeerLink, code: str, reason: str) -> None:
+        if neighbour.link is not link:
+            return
+        neighbour.asking, neighbour.failed = False, True
         self._events.count(f"hello.{code}")
         if code == "protocol" and self._known.get(node) is neighbour:
             self._lose(node, neighbour, reason)
@@ -359,6 +458,11 @@ def _never(neighbour: _Neighbour) -> str:
         f", and never before: is its daemon at {neighbour.card.endpoint}, is the port open, and has each "
         "node the other's key (`ckptctl keys list` on both)?"
     )
+
+
+def _no_welcome(way: _Way, code: str, reason: str) -> None:
+    if code in _NO_SIGN_OF_LIFE:  # else it lives, and refuses the hello
+        way.failed(code, reason)
 
 
 def _most_peers() -> int:

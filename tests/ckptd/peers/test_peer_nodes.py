@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 import ckptd
@@ -69,6 +70,11 @@ class Setting:
             cast("Fabric", self),
             self,
         )
+
+    @property
+    def address(self) -> PeerAddress:
+        """Our own, as the fabric."""
+        return PeerAddress("a", "tcp://a")
 
     def needed_nodes(self) -> set[str]:
         return self.in_runs
@@ -236,22 +242,106 @@ def test_a_restart_is_noticed_across_a_change_of_address(setting: Setting) -> No
     old.answer("b1")
     setting.later()
     new = setting.meet("tcp://2")
-    assert old.closed
+    new.answer("b2")
+    assert (old.closed, new.closed) == (True, False)
+    assert setting.heard() == [("restarted", "b", "b2")]
     old.answer("b1")  # late, of the address before
     setting.later()
     new.answer("b2")
-    assert setting.heard() == [("restarted", "b", "b2")]
+    assert (setting.heard(), setting.neighbours.boot_of("b")) == ([], "b2")
+    assert [e.kind for e in setting.events.page(0, 10).events] == ["peer_moved", "peer_restarted"]
 
 
-def test_a_lost_neighbour_gets_its_time_anew_at_another_address(setting: Setting) -> None:
-    setting.meet("tcp://1")
+def test_an_address_where_nobody_answers_replaces_none_that_does(setting: Setting) -> None:
+    """Any card that was seen last counted: one of an old record, or of somebody who lies, cut a node off for good."""
+    old = setting.meet("tcp://1")
+    setting.later()
+    old.answer("b1")
+    wrong = setting.meet("tcp://wrong")
+    setting.later()
+    old.answer("b1")
+    wrong.fail()
+    assert (old.closed, wrong.closed) == (False, True)
+    for _ in range(10):
+        setting.later()
+        old.answer("b1")
+    assert setting.heard() == []
+
+
+def test_a_lost_neighbour_is_looked_for_at_both_addresses(setting: Setting) -> None:
+    old = setting.meet("tcp://1")
     setting.later(2 * DEADLINE_S)
     assert setting.heard() == [("lost", "b")]
-    setting.meet("tcp://2")
+    new = setting.meet("tcp://2")
+    assert setting.heard() == []
+    for _ in range(3):
+        new.fail()
+        old.fail()
+        setting.later()
+    assert (len(new.hellos), len(old.hellos)) == (1, 1)
+    old.answer("b1")
     assert setting.heard() == [("back", "b")]
-    assert setting.neighbours.lost == []
-    setting.later(DEADLINE_S + 1)
-    assert setting.heard() == [("lost", "b")]
+    new.answer("b1")
+    assert (old.closed, new.closed) == (False, True)
+
+
+def test_a_lost_neighbour_is_back_where_it_answers(setting: Setting) -> None:
+    old = setting.meet("tcp://1")
+    setting.later(2 * DEADLINE_S)
+    new = setting.meet("tcp://2")
+    new.answer("b1")
+    assert setting.heard() == [("lost", "b"), ("back", "b")]
+    assert (old.closed, new.closed, setting.neighbours.lost) == (True, False, [])
+
+
+def test_a_daemon_with_two_addresses_stays_at_the_one_that_is_known_as_long_as_it_answers_there(
+    setting: Setting,
+) -> None:
+    first = setting.meet("tcp://1")
+    setting.later()
+    first.answer("b1")
+    other = setting.meet("tcp://name-of-the-same")
+    other.answer("b1")
+    first.answer("b1")
+    assert (first.closed, other.closed) == (False, True)
+    del setting.peers["tcp://name-of-the-same"]
+    other = setting.meet("tcp://name-of-the-same")
+    other.answer("b1")
+    first.fail()
+    setting.later()
+    other.answer("b1")
+    assert (first.closed, other.closed) == (True, False)
+    assert setting.heard() == []
+
+
+def test_a_hello_says_where_its_sender_is_now(setting: Setting) -> None:
+    old = setting.meet("tcp://1")
+    setting.later()
+    old.answer("b1")
+    hello = p.PeerHello(p.PEER_PROTOCOL_VERSION, ckptd.__version__, "b", "b1", {}, "tcp://2")
+    setting.neighbours.welcome("b", hello, 0)
+    assert list(setting.peers) == ["tcp://1"], "this daemon answers where it is known to be"
+    setting.neighbours.welcome("b", msgspec.structs.replace(hello, boot_id="b2"), 0)
+    setting.peers["tcp://2"].answer("b2")
+    assert setting.heard() == [("restarted", "b", "b2")]
+    setting.neighbours.welcome("stranger", msgspec.structs.replace(hello, endpoint="tcp://3"), 0)
+    assert setting.known == ["b"]
+
+
+def test_a_node_that_may_be_at_two_addresses_is_asked_at_both(setting: Setting) -> None:
+    old = setting.meet("tcp://1")
+    new = setting.meet("tcp://2")
+    new.hellos.clear()
+    asked = Asked(setting)
+    new.questions.pop()(p.encode_peer(HOLDINGS))
+    old.fail()
+    old.questions.pop()(Fault.DEADLINE)
+    assert asked.outcomes == [HOLDINGS]
+    asked = Asked(setting)
+    for peer in (old, new):
+        peer.fail()
+        peer.questions.pop()(Fault.DEADLINE)
+    assert asked.outcomes == [("deadline", "no answer: deadline")]
 
 
 def test_a_neighbour_of_another_protocol_version_is_lost_at_once(setting: Setting) -> None:
