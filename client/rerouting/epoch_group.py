@@ -49,9 +49,10 @@ logger = get_logger(__name__)
 _LOOK_S = 0.005
 _LOOK_SLOWLY_S = 0.05
 _OWN_REFERENCES = 2  # of a local variable, and of the call that counts them
-# For how long the reason of an error may be unknown. On another machine it is known after
-# CKPTD_HOST_SILENCE_S.
+# For how long the reason of an error may be unknown; on another machine, for so much longer as that may be
+# silent until its host counts as lost.
 _REASON_S = 20.0
+_SILENCE = "CKPTD_HOST_SILENCE_S"
 # If a connection is cut during a send, gloo may fail to wake its waiter (`UnboundBuffer::waitSend`, seen with
 # torch 2.13): the call then lasts as long as its timeout.
 _STUCK_S = 5.0
@@ -300,7 +301,7 @@ class EpochSeat:
 
     def epoch_after(self, error: BaseException) -> NextEpoch:
         """The epoch that begins because of what has caused this error, too; else the error is raised."""
-        news = self.line.next_epoch(_REASON_S)
+        news = self.line.next_epoch(_REASON_S + float(os.environ.get(_SILENCE) or 0))
         if not isinstance(news, NextEpoch):
             raise error
         return news

@@ -41,7 +41,8 @@ from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker
 from ckptd.core.reroute.reroute_plan import ReroutePlan, plan_reroute
 from ckptd.errors import ElasticError
-from ckptd.restart_line import EndLoop
+from ckptd.progress_page import inherited_page
+from ckptd.restart_line import EndLoop, NextEpoch
 
 __all__ = ["ReroutedTraining"]
 
@@ -126,6 +127,7 @@ class ReroutedTraining:
         self._snapshots: StageSnapshots | None = None
         self._captors: list[int] = []  # by stage
         self._again = False  # one of them should start again
+        self._page = inherited_page()
         self.done = 0 if seat.first_epoch == 0 else _UNKNOWN
         seat.take()
         self._line = seat.line
@@ -202,37 +204,48 @@ class ReroutedTraining:
         finally:
             if self._snapshots is not None:
                 self._snapshots.leave()
+            self._is_between_iterations()
 
     def _iterations(
         self,
         inputs: Callable[[int, int, int], tuple[Any, ...]],
         targets: Callable[[int, int, int], Any],
     ) -> Iterator[tuple[int, dict[MicroBatch, Tensor]]]:
-        self._seat.enter(None, self._settle)
+        self._enter(None)
         while True:
             if self.done == self._total:
                 if self._snapshots is not None:
                     self._snapshots.finish()
+                self._is_between_iterations()
                 self._line.say("finished")
                 news = self._line.next_epoch()
                 if isinstance(news, EndLoop):
                     return
-                self._seat.enter(news, self._settle)
+                self._enter(news)
                 continue
             try:
                 losses = self._iterate(inputs, targets)
             except OF_CALLS as error:
-                self._seat.enter(self._seat.epoch_after(error), self._settle)
+                self._enter(self._seat.epoch_after(error))
                 continue
             yield self.done - 1, losses
             if self._agreed > self._line.epoch:  # all know of it, and are here
-                self._seat.enter(self._line.next_epoch(), self._settle)
+                self._enter(self._line.next_epoch())
             elif self._again and self._snapshots is not None:  # the same holds for this
                 try:
                     self._snapshots.leave()
                     self._snapshots.go_on(self._seat.group, self._captors, self.done, self._total)
                 except OF_CALLS as error:
-                    self._seat.enter(self._seat.epoch_after(error), self._settle)
+                    self._enter(self._seat.epoch_after(error))
+
+    def _enter(self, news: NextEpoch | EndLoop | None) -> None:
+        self._is_between_iterations()
+        self._seat.enter(news, self._settle)
+
+    def _is_between_iterations(self) -> None:
+        """The host waits for none to end."""
+        if self._page is not None:
+            self._page.left(self.done)
 
     def _iterate(
         self,
@@ -242,6 +255,8 @@ class ReroutedTraining:
         if self._snapshots is not None:
             self._snapshots.top(self.done)
             self._snapshots.forward_begins()
+        if self._page is not None and self.checkpointer is None:  # which shows the host its steps
+            self._page.begins(self.done)
         self._top = capture_rng()
         self._runner.begin(self.done)
         again = self._snapshots is not None and self._snapshots.waits

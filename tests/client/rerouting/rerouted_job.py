@@ -1,8 +1,8 @@
 """A worker of two pipelines of two stages, under a host: `test_rerouted_training` starts four of them.
 
 ``FOLDER``: where it writes, and where a file ``go_on`` lets everybody go on after iteration `HOLD`.
-``DIES``: rank and iteration, with a colon: it kills itself in the middle of that, in its first life. While
-there is a file ``late``, it does not take part in a later one; while there is ``linger``, nobody ends.
+``DIES``: rank and iteration, with a colon: it kills itself in the middle of that, in its first life, or stops
+if there is a file ``hangs``. While there is a file ``late``, it does not take part in a later one; while there is ``linger``, nobody ends.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
 
     def data(iteration: int, pipeline: int, micro_batch: int, *, sign: int) -> Tensor:
         if iteration == dies_at and micro_batch == MICRO_BATCHES - 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if (folder / "hangs").exists() else signal.SIGKILL)
         return batch(iteration, pipeline, micro_batch) * sign
 
     seen: dict[int, dict[tuple[int, int], float]] = {}

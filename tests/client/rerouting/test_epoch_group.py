@@ -12,8 +12,16 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ckptd.client.rerouting import epoch_group
-from ckptd.client.rerouting.epoch_group import EpochGroup, EpochLine, GroupCall, Interrupted, meet
+from ckptd.client.rerouting.epoch_group import (
+    EpochGroup,
+    EpochLine,
+    EpochSeat,
+    GroupCall,
+    Interrupted,
+    meet,
+)
 from ckptd.restart_line import (
+    EPOCH_VARIABLE,
     EndLoop,
     HostEnd,
     JobStart,
@@ -117,6 +125,30 @@ def test_not_all_come_in_time(host: HostEnd, trainer: TrainerEnd, monkeypatch: p
     line = _begun(host, trainer)
     with pytest.raises(RuntimeError, match=r"rank 1, 3 did not come for 0\.2 s"):
         meet(line, 0, [0, 1, 3], 0.2)
+
+
+@pytest.mark.parametrize("silence", ["", "60"])
+def test_an_error_waits_for_its_reason_as_long_as_a_machine_may_be_silent(
+    host: HostEnd, trainer: TrainerEnd, monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    """A connection to a machine that has begun anew breaks at once; its host counts as lost only later."""
+    monkeypatch.setattr(epoch_group, "_REASON_S", 0.0)
+    for name, text in {EPOCH_VARIABLE: "0:", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("CKPTD_HOST_SILENCE_S", silence)
+    monkeypatch.setattr(epoch_group, "inherited_line", lambda: trainer)
+    seat = EpochSeat()
+    seat.take()
+    error = RuntimeError("the connection is reset")
+    if not silence:
+        with pytest.raises(RuntimeError, match="the connection is reset"):
+            seat.epoch_after(error)
+        return
+    lost = NextEpoch(1, {}, "the host of rank 1 is lost")
+    later = threading.Timer(0.3, _offer, [host, lost])
+    later.start()
+    assert seat.epoch_after(error).number == 1
+    later.join()
 
 
 def test_who_came_to_another_start_is_not_here(

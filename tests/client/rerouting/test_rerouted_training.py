@@ -92,12 +92,25 @@ def test_nobody_is_missed_because_the_server_of_stores_has_ended(tmp_path: Path)
     assert [each["missing"][ITERATIONS - 1] for each in found] == [()] * 4
 
 
+@pytest.mark.slow
+def test_a_job_whose_worker_hangs_ends_for_a_new_start(tmp_path: Path) -> None:
+    """Also one that takes no snapshots. Before its fourth iteration a step has no deadline."""
+    for name in ("hangs", "go_on"):
+        (tmp_path / name).touch()
+    with _hosts(tmp_path, VICTIM, HOLD, CKPTD_HOST_STEP_DEADLINE_S="5") as (hosts, logs):
+        codes = [host.wait(240) for host in hosts]
+    assert codes == [75] * 4, [log.read_text() for log in logs]
+    assert "has not gone on" in logs[0].read_text()
+
+
 @contextmanager
-def _hosts(folder: Path, victim: int) -> Iterator[tuple[list[ForkedProgram], list[Path]]]:
+def _hosts(
+    folder: Path, victim: int, iteration: int = ITS_ITERATION, **more: str
+) -> Iterator[tuple[list[ForkedProgram], list[Path]]]:
     """Four, and their logs."""
     place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": f"{free_port()}", "GLOO_SOCKET_IFNAME": "lo"}
-    place |= {"FOLDER": str(folder), "DIES": f"{victim}:{ITS_ITERATION}"}
+    place |= {"FOLDER": str(folder), "DIES": f"{victim}:{iteration}", **more}
     logs = [folder / f"host{rank}.log" for rank in range(4)]
     hosts = [_start(folder, log, {**place, "RANK": f"{rank}"}) for rank, log in enumerate(logs)]
     try:
