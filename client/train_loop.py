@@ -337,7 +337,7 @@ class LoopSide:
         recorder = self.recorder
         if self.replaying.top(step, sent):
             if recorder is not None:
-                recorder.watch()
+                recorder.replayed()
             if not self.replaying.frozen:
                 self._recovered()
         elif recorder is not None:
@@ -369,8 +369,8 @@ class LoopSide:
             return
         if change.ends:
             recorder.refuse(
-                f"{change.text}. No snapshot is taken any more (step {step}); after a failure this run "
-                "goes on from the last one"
+                f"{change.text}. No snapshot is taken any more (step {step}); after a failure this run goes "
+                "on from the last one"
             )
         else:
             logger.warning("%s", change.text)

@@ -7,6 +7,7 @@ each boundary, and are themselves looked up again when an optimizer's state obje
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,12 +22,14 @@ from ckptd.client.optimizers.value_trees import part_of, plain_parts, plain_tens
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
 
-__all__ = ["CopySplit", "LiveSources", "PackedState", "RestlessBuffers"]
+__all__ = ["CopySplit", "LiveSources", "PackedState", "RestlessBuffers", "RestlessWeights"]
 
 # Types without a wrapped shard: their own address is that of the data.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOWHERE: Mapping[str, Any] = {}
 _version_of = attrgetter("_version")
+# Of weights, one element each is compared.
+_MOST_ELEMENTS = 64
 
 
 class _Parts:
@@ -366,3 +369,85 @@ class RestlessBuffers:
             if not same or not torch.equal(was, buffer):
                 self.names.add(name)
         self._watched = []
+
+
+class RestlessWeights:
+    """Finds weights that change outside of their optimizer's step: a perturbation before it (SAM), a decay by
+    hand after it. While an operator is frozen in a replay, its weights move from top to top, and whatever the
+    loop does with them in between it would do with other values: only dense snapshots are exact then.
+
+    A write moves a tensor's version. One that is undone before the step is over (averaged weights that are
+    put in for an evaluation) does no harm, and `p.data` moves no version, so elements are compared: in the
+    first steps, and from the first such write on.
+    """
+
+    def __init__(self, binding: LiveState) -> None:
+        self._binding = binding
+        self._tensors: tuple[object, dict[int, list[Tensor]]] = (None, {})
+        self._marks: dict[int, tuple[list[int], Tensor | None]] = {}
+        self.samples = True
+        self.found = False
+
+    def top(self) -> bool:
+        """The top of a step; True if weights were written to since the update, and it is not known how."""
+        unknown = [self._unlike(number) is None for number in self._of()]
+        for number in self._of():
+            self.after_update(number)
+        return any(unknown)
+
+    def forward(self) -> None:
+        """A forward has ended. If gradients follow from weights that were written to (SAM's second pass), it does
+        not matter that this is undone before the update.
+        """
+        if torch.is_grad_enabled() and not self.found:
+            self.found = any(
+                list(map(_version_of, tensors)) != self._marks[number][0]
+                for number, tensors in self._of().items()
+                if number in self._marks
+            )
+
+    def before_update(self, optimizer: int) -> None:
+        """Optimizer number ``optimizer`` is about to step."""
+        self._unlike(optimizer)
+
+    def after_update(self, optimizer: int) -> None:
+        """It has."""
+        tensors = self._of().get(optimizer, [])
+        self._marks[optimizer] = list(map(_version_of, tensors)), _elements(tensors) if self.samples else None
+
+    def forget(self) -> None:
+        """What follows is compared with the next top."""
+        self._marks = {}
+
+    def _unlike(self, optimizer: int) -> bool | None:
+        """Whether they are otherwise than they were; None: not known, because no elements were kept."""
+        if self.found or optimizer not in self._marks:
+            return self.found
+        tensors, (versions, elements) = self._of().get(optimizer, []), self._marks[optimizer]
+        if elements is not None:
+            self.found = not torch.equal(elements, _elements(tensors))
+            return self.found
+        if list(map(_version_of, tensors)) == versions:
+            return False
+        self.samples = True
+        return None
+
+    def _of(self) -> dict[int, list[Tensor]]:
+        """The tensors that each optimizer of this rank updates."""
+        binding, key = self._binding, self._binding.group_key()
+        if self._tensors[0] != key:
+            found = defaultdict[int, list[Tensor]](list)
+            for name, (optimizer, _) in binding.owner.items():
+                if name not in binding.elsewhere:
+                    found[optimizer].append(binding.held(name))
+            self._tensors, self._marks = (key, found), {}
+        return self._tensors[1]
+
+
+def _elements(tensors: list[Tensor]) -> Tensor:
+    """An element of each of up to 64 tensors."""
+    parts = [local(t).detach() for t in tensors[:: len(tensors) // _MOST_ELEMENTS + 1]]
+    found = [t.reshape(-1)[t.numel() // 2].double() for t in parts if t.numel() and plain_tensor(t)]
+    if not found:
+        return torch.zeros(0)
+    return torch.nan_to_num(torch.stack([each.to(found[0].device) for each in found]))

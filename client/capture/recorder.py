@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from ckptd.client.capture.gradient_recorder import GradientCopy, GradientRecorder
-from ckptd.client.capture.live_tensors import RestlessBuffers
+from ckptd.client.capture.live_tensors import RestlessBuffers, RestlessWeights
 from ckptd.client.capture.slot_writer import Capture, nan_tensors
 from ckptd.client.capture.step_state import StepScalars
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
@@ -57,6 +57,7 @@ logger = get_logger(__name__)
 _WATCHED_STEPS = 4
 _REPORT_S = 1.0
 _PENDING_LIMIT = 100
+_WRITTEN = "weights that the loop changes outside of the optimizer's step (only dense snapshots can be exact)"
 # Bubbles need a schedule, which a trainer passes later: they are tried again.
 _HINTS = {CopyMode.BESIDE: HINT_COPIES_BESIDE, CopyMode.INLINE: HINT_COPIES_INLINE}
 
@@ -224,6 +225,7 @@ class Recorder:
         self._pace = StepTiming()
         self._reported_at = 0.0
         self._restless = RestlessBuffers(context.binding)
+        self._weights = RestlessWeights(context.binding)
         self._chooser = CopyModeChooser() if context.options.inline_copy is None else None
         self._taken_bytes = 0  # of the snapshot of this step
         self._waits = self._longest_wait = 0  # steps in a row at whose top gradients wait
@@ -318,6 +320,8 @@ class Recorder:
             self._settle(self._capture)
             if self._capture.take_broken():
                 self.break_chain()
+        if self._sparse:
+            self._look_at_weights()
         self._take_or_wait(step, pending=pending)
         if self._gradients is not None and not (pending or self._taken_bytes):
             self._gradients.drop()
@@ -327,6 +331,23 @@ class Recorder:
         self.forget_updates()
         self._report(step)
         pace.boundary_over(time.perf_counter())
+
+    @property
+    def _sparse(self) -> bool:
+        """True if snapshots are sparse, or may become so."""
+        return self.plan is None or (self.plan.schedule.window > 1 and not self.plan.lossy)
+
+    def _look_at_weights(self) -> None:
+        """See whether weights change outside of their optimizers' steps."""
+        found, unknown = self._weights.found, self._weights.top()
+        if unknown:
+            self.break_chain()
+        if self._weights.found:
+            self._provision.only_dense(_WRITTEN)
+            if not found and self._options.window != 1 and not self._options.dense:
+                logger.warning("found %s", _WRITTEN)
+        if self._pace.steps == _WATCHED_STEPS:
+            self._weights.samples = False
 
     def _take_or_wait(self, step: int, *, pending: bool) -> None:
         self._note_pending(pending)
@@ -406,6 +427,8 @@ class Recorder:
 
     def forward_ended(self) -> None:
         """A forward of the model ended."""
+        if self._sparse:
+            self._weights.forward()
         if self._capture is not None:
             self._capture.forward_ended()
 
@@ -415,6 +438,8 @@ class Recorder:
         if self._gradients is not None:
             self._gradients.hold(optimizer)
         self._restless.look()
+        if self._sparse:
+            self._weights.before_update(optimizer)
         if self._pace.steps and not self._stepped:
             self._pace.optimizer_begins(time.perf_counter())
         self._draws.before()
@@ -422,6 +447,8 @@ class Recorder:
     def after_optimizer_step(self, optimizer: int) -> None:
         """Optimizer number ``optimizer`` has updated its parameters."""
         self._draws.after(optimizer)
+        if self._sparse:
+            self._weights.after_update(optimizer)
         self._stepped = True
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
 
@@ -496,6 +523,11 @@ class Recorder:
     def _validate(self) -> None:
         self._chain.validate(captures=self._capture is not None)
         assert self._capture is None or self.plan is not None
+
+    def replayed(self) -> None:
+        """The top of a replayed step: weights are about to be loaded."""
+        self.watch()
+        self._weights.forget()
 
     def watch(self) -> None:
         """The top of a step without a snapshot: see which buffers change before the optimizer's step."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.capture.live_tensors import CopySplit, LiveSources
+from ckptd.client.capture.live_tensors import CopySplit, LiveSources, RestlessWeights
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.snapshot_layout import StateTable, build_phase
@@ -166,3 +166,83 @@ def test_a_write_is_known_by_the_name_of_its_tensor() -> None:
         run.weight.add_(1)
         run.state("exp_avg").mul_(2)
     assert split.written(since) == {"0.weight", "optim/exp_avg/0.weight"}
+
+
+class Updates:
+    """Steps of a model whose weights are watched."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        self.weights = RestlessWeights(LiveState(self.layer, [self.optimizer], None))
+        self.weights.top()
+
+    def step(
+        self,
+        *,
+        before: Callable[[], object] = lambda: None,
+        undo: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Whether it is not known at the next top what has happened to the weights."""
+        before()
+        loss = self.layer(torch.ones(1, 2)).sum()
+        self.weights.forward()
+        loss.backward()
+        undo()
+        self.weights.before_update(0)
+        self.optimizer.step()
+        self.weights.after_update(0)
+        after()
+        return self.weights.top()
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        for param in self.layer.parameters():
+            param.mul_(factor)
+
+
+def test_an_optimizer_alone_moves_the_weights() -> None:
+    job = Updates()
+    for _ in range(3):
+        assert not job.step()
+    assert not job.weights.found
+
+
+def test_a_decay_by_hand_after_the_step() -> None:
+    """An average that follows it saw other weights in a replay."""
+    job = Updates()
+    job.step(after=lambda: job.scale(0.5))
+    assert job.weights.found
+
+
+def test_weights_by_data_move_no_version() -> None:
+    job = Updates()
+    job.step(after=lambda: [p.data.mul_(0.5) for p in job.layer.parameters()])
+    assert job.weights.found
+
+
+def test_a_forward_of_other_weights() -> None:
+    """SAM moves them, and back before the update, by a rule that needs all gradients."""
+    job = Updates()
+    job.step(before=lambda: job.scale(2.0), undo=lambda: job.scale(0.5))
+    assert job.weights.found
+
+
+def test_weights_that_are_put_in_for_an_evaluation() -> None:
+    """At some step: no elements were kept, so that step has no snapshot. From the next one on they are."""
+    job = Updates()
+    job.step()
+    job.weights.samples = False
+    job.step()
+
+    def swap() -> None:
+        job.scale(2.0)
+        job.scale(0.5)
+
+    assert job.step(after=swap)
+    assert not job.step()
+    assert not job.step(after=swap)
+    assert not job.weights.found
+    job.step(after=lambda: job.scale(0.5))
+    assert job.weights.found
