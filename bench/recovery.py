@@ -9,7 +9,7 @@ Two variants in one run: `plain` under torchrun alone, and `hosted` with `ckptd.
 each machine has imported ahead of its torchrun (`--warm`).
 
 The phases are those that the lost rank tells of itself on its new host (`Checkpointer.stats()`; what
-each means is in docs/operations.md). This benchmark adds the moment of the loss: the first phase,
+each means is in docs/recovery.md). This benchmark adds the moment of the loss: the first phase,
 `process_there`, lasts from there, since the daemon of a new host knows of no failure, and contains
 torchrun's heartbeat and rendezvous. The last iteration takes both ranks. `transfer_s` is what the daemon
 needed for all snapshots, beside the trainer. Everything shares this machine's cores, and hosts are

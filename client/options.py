@@ -449,7 +449,7 @@ class RecoveryOptions:
     function that makes the process groups, their wrappers (``DistributedDataParallel``) and every other
     collective call that the script makes before its ``Checkpointer``. It returns the new model if that
     is what ``Checkpointer`` was given, or None. The loop's body must run in ``with ckpt.restartable():``.
-    See docs/integration.md."""
+    See docs/hosts.md."""
 
     def __post_init__(self) -> None:
         if self.in_process is not None and not callable(self.in_process):

@@ -28,7 +28,7 @@ class Stats:
     provide; `epoch`: of the run since then (-1: none yet).
 
     `phases`: seconds of each phase of this start, once its first new step was done; as numbers,
-    `phase_<name>_s` (docs/operations.md). They are absent before, and so are phases that did not occur.
+    `phase_<name>_s` (docs/recovery.md). They are absent before, and so are phases that did not occur.
     `first_new_step_at`: unix time of the last of them; 0 before.
 
     `stalls`: how long the training thread was held up in each step; as numbers, `stall_le_<bound>_s` is the

@@ -71,7 +71,7 @@ EXIT_NO_DAEMON = 3
 EXIT_REFUSED = 4
 EXIT_DAMAGED = 5
 EXIT_INTERRUPTED = 130
-# The help and docs/operations.md show this table.
+# The help and docs/reference/ckptctl.md show this table.
 EXIT_MEANINGS = {
     0: "done",
     EXIT_FAILED: "a check failed",

@@ -135,6 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = next(status for kind, status in _EXIT_STATUS.items() if isinstance(error, kind))
         unavailable = isinstance(error, RequestTimeout | DaemonUnavailable)
         hint = " (is it running? `ckptctl doctor` looks for causes)" if unavailable else ""
+        if isinstance(error, WireError) and error.code == "protocol":
+            hint = (
+                f". This is ckptctl {ckptd.__version__}; the daemon is another release: run the ckptctl that "
+                "was installed with it, or restart it with this release (its snapshots stay)"
+            )
         return _fail(args, status, f"{error}{hint}")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -297,7 +297,7 @@ def print_kills(kills: Sequence[Kill], events: Sequence[Event]) -> None:
         "\nattached s: from the kill until the new process was attached (process, imports, model);"
         "\nback s: from the kill until the first iteration that had not been done before was complete."
     )
-    print(f"\nWhere the time went (docs/operations.md has the phases):\n\n{phase_table(phases)}")
+    print(f"\nWhere the time went (docs/recovery.md has the phases):\n\n{phase_table(phases)}")
     print(
         "\nrest: from the kill until the daemon, or else the new process, was aware of anything; and from the"
         "\noptimizer's first new step to the end of that iteration."

@@ -1,4 +1,4 @@
-"""``python -m ckptd.host [-m] script arguments``: the host of one rank (``docs/integration.md``)."""
+"""``python -m ckptd.host [-m] script arguments``: the host of one rank (``docs/hosts.md``)."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ from ckptd.core.schedule import (
 from ckptd.core.snapshot_policy import Level, OperatorCost, PartialScope, Schedule
 from ckptd.core.window_control import Shortage
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
+from ckptd.units import format_bytes
 
 __all__ = [
     "PlanInputs",
@@ -598,7 +599,7 @@ def needed_memory(
     sizes = {w: (rings * w + 2) * (compute + max((anchor - compute) // w, least) + always) for w in windows}
     best = min(sizes, key=lambda w: sizes[w])
     slots = rings * best + 2
-    text = f"{slots} slots of {sizes[best] // slots} bytes for a window of {best}"
+    text = f"{slots} slots of {format_bytes(sizes[best] // slots)} for a window of {best}"
     return MemoryNeed(sizes[best], text)
 
 

@@ -310,7 +310,7 @@ def print_losses(
     print(table(["#", "killed ranks", "recovery", *ranks, "back s"], rows))
     print("\nback s: from the kill until every rank had completed an iteration that none had before.")
     print(
-        "\nWhere the time went for the rank that came last (docs/operations.md has the phases):"
+        "\nWhere the time went for the rank that came last (docs/recovery.md has the phases):"
         f"\n\n{phase_table(phases)}"
     )
     print(

@@ -31,6 +31,7 @@ _LEFT_OUT = "…"  # a page shows the beginning of a key or a password
 
 # Programs that are not ours, or that a test must not start: only their syntax is checked.
 NOT_RUN = {
+    "/opt/ckptd/bin/pip": "installs",
     "cat": "shows or writes a file of the reader",
     "curl": "asks a daemon or a service of the reader",
     "docker": "needs a container engine",
@@ -40,9 +41,11 @@ NOT_RUN = {
     "helm": "needs a cluster",
     "install": "writes to the system's folders",
     "kubectl": "needs a cluster",
+    "ln": "writes to the system's folders",
     "make": "runs for minutes; the target is looked for in the Makefile",
     "pip": "installs; tests/test_packaging.py builds and installs the wheel",
     "python": "runs for minutes, or is the reader's script; a module of ours is looked for",
+    "python3": "installs",
     "sbatch": "needs a cluster",
     "scontrol": "needs a cluster",
     "systemctl": "changes the system; tests/systemd.py runs the units",
@@ -149,7 +152,7 @@ def test_what_a_page_installs_is_an_extra() -> None:
     named = {
         extra
         for page in pages()
-        for extras in re.findall(r"\bckptd\[([^\]]+)\]", page.read_text(encoding="utf-8"))
+        for extras in re.findall(r"(?:\bckptd|'\.)\[([^\]]+)\]", page.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
     assert {"elastic", "s3"} <= named

@@ -12,6 +12,8 @@ import pytest
 from ckptd.ctl import command
 from ckptd.ctl.command import ProgressBar, connected, progress_line
 from ckptd.ctl.main import main
+from ckptd.transport import wire
+from tests.ckptd.running import running_daemon
 
 MIB = 1 << 20
 
@@ -35,6 +37,18 @@ def test_the_socket_of_a_unit_is_named(
     assert main(["status"]) == 3
     told = capsys.readouterr().err
     assert f"but one at {unit}/ckptd.sock: export CKPTD_RUNTIME_DIR={unit} (is it running?" in told
+
+
+def test_a_daemon_of_another_release_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the nodes are upgraded: "the peer speaks protocol version 4" said neither who, nor what to do."""
+    with running_daemon() as daemon:
+        monkeypatch.setattr(wire, "PROTOCOL_VERSION", 99)
+        assert main(["status", "--endpoint", daemon.endpoint]) == 3
+    assert (
+        "the daemon is another release: run the ckptctl that was installed with it" in capsys.readouterr().err
+    )
 
 
 def test_with_a_total_there_is_a_bar_a_rate_and_what_is_left() -> None:

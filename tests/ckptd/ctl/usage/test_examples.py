@@ -18,7 +18,7 @@ from ckptd.ctl.command import EXIT_MEANINGS
 from ckptd.ctl.main import command_parser, main, parse
 from ckptd.ctl.usage.examples import EXAMPLES
 
-OPERATIONS = Path(__file__).resolve().parents[4] / "docs" / "operations.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "reference" / "ckptctl.md"
 BEFORE = ("--json", "--endpoint", "ipc:///x", "--timeout", "7")
 
 
@@ -138,7 +138,7 @@ def test_exit_codes_are_one_table_in_code_help_and_documentation(capsys: pytest.
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    table = OPERATIONS.read_text().partition("| exit code of `ckptctl` | meaning |")[2].partition("\n\n")[0]
+    table = PAGE.read_text().partition("| exit code of `ckptctl` | meaning |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE))
     assert {int(code) for code in rows} == EXIT_MEANINGS.keys()
     for code, meaning in EXIT_MEANINGS.items():
