@@ -8,6 +8,7 @@ next one adopts.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import ckptd
 from ckptd.config.daemon_config import ConfigError, load_config, trusted_users
-from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder
+from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder, settings_of_unit
 from ckptd.config.settings import given_settings
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.access.local_trust import own_users, user_name
@@ -27,6 +28,8 @@ from ckptd.transport.messages import Ping, Pong
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["answers", "connect", "ensure_daemon", "unexpected"]
+
+logger = logging.getLogger(__name__)
 
 _IDLE_EXIT_S = 3600
 _PROBE_S = 0.5
@@ -201,6 +204,12 @@ def _only_one(folder: Path, deadline: float) -> Iterator[None]:
 
 
 def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: float) -> None:
+    if "CKPTD_RUNTIME_DIR" not in os.environ and (found := settings_of_unit()):
+        logger.warning(
+            "ckptd: this trainer starts a daemon of its own, with a quota of its own, beside that of a "
+            "service (%s). To use the service's, export %s",
+            *found,
+        )
     log = folder / "ckptd.log"
     if log.exists() and log.stat().st_size > _LOG_LIMIT_BYTES:
         log.replace(folder / "ckptd.log.old")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import grp
 import os
@@ -31,6 +32,7 @@ __all__ = [
     "mark_operated",
     "node_name",
     "private_folder",
+    "settings_of_unit",
 ]
 
 
@@ -72,6 +74,7 @@ class AlreadyRunning(RuntimeError):
 
 
 _OPERATED = "operated"
+_RUN = Path("/run")  # in which the units of deploy/ have their runtime folders
 
 
 def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
@@ -202,6 +205,17 @@ def is_operated(folder: Path) -> Path | None:
     """The mark, if an operator runs the daemon of this folder."""
     path = folder / _OPERATED
     return path if path.exists() else None
+
+
+def settings_of_unit() -> tuple[Path, str] | None:
+    """The socket of a daemon that a shipped unit runs on this machine, and the variables of its clients; None
+    if this user sees none.
+    """
+    for path in sorted(_RUN.glob("ckptd*/ckptd.sock")):
+        with contextlib.suppress(OSError, KeyError):  # it has gone; its owner has no name
+            user = "" if path.stat().st_uid == os.getuid() else f" CKPTD_DAEMON_USER={path.owner()}"
+            return path, f"CKPTD_RUNTIME_DIR={path.parent}{user}"
+    return None
 
 
 def node_name(folder: Path) -> str:

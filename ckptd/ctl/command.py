@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import difflib
 import math
-import os
 import re
 import shutil
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Self, TextIO, TypeVar
 import msgspec
 
 from ckptd.config.daemon_config import LoadedConfig, default_endpoint, load_config
+from ckptd.config.runtime_dir import settings_of_unit
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.ctl.usage.examples import EXAMPLES
 from ckptd.errors import DaemonUnavailable
@@ -87,7 +87,6 @@ _UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 CONNECT_S = 10.0  # requests that take longer set their own limit
 _LISTENER_S = 3.0  # a daemon that replaces its own image does not listen for a moment
 _LISTENER_POLL_S = 0.05
-_RUN = Path("/run")  # in which the units of deploy/ have their runtime folders
 
 _Reply = TypeVar("_Reply", bound=msgspec.Struct)
 
@@ -183,11 +182,8 @@ def connected(args: argparse.Namespace) -> ControlClient:
 
 def _of_unit(args: argparse.Namespace) -> str:
     """Where the daemon of a shipped unit has its socket, if this shell does not say so; "" if none has."""
-    for socket in () if args.endpoint else sorted(_RUN.glob("ckptd*/ckptd.sock")):
-        with contextlib.suppress(OSError, KeyError):  # it has gone; its owner has no name
-            user = f" CKPTD_DAEMON_USER={socket.owner()}" if socket.stat().st_uid != os.getuid() else ""
-            return f", but one at {socket}: export CKPTD_RUNTIME_DIR={socket.parent}{user}"
-    return ""
+    found = None if args.endpoint else settings_of_unit()
+    return "" if found is None else f", but one at {found[0]}: export {found[1]}"
 
 
 def ask(
@@ -265,7 +261,7 @@ class Commands:
         parser = self._subparsers.add_parser(
             name,
             help=text,
-            description=text,
+            description=f"{text[0].upper()}{text[1:]}.",
             parents=[*self._parents, *parents],
             formatter_class=_Help,
         )

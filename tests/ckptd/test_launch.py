@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.config import runtime_dir
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers, ensure_daemon
 from ckptd.transport.messages import GetStatus, Status
@@ -62,6 +63,22 @@ def test_a_daemon_that_answers_is_used(folders: tuple[Path, Path]) -> None:
     first = ensure_daemon(str(runtime), segment_dir=str(segments))
     assert ensure_daemon(str(runtime), segment_dir=str(segments)) == first
     assert (runtime / "ckptd.log").read_text().count("started:") == 1
+
+
+def test_a_daemon_beside_that_of_a_service_is_told(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A trainer without CKPTD_RUNTIME_DIR took half of the memory once more, and nothing said so."""
+    runtime, segments = folders
+    monkeypatch.delenv("CKPTD_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(runtime_dir, "_RUN", tmp_path)
+    (tmp_path / "ckptd").mkdir()
+    (tmp_path / "ckptd" / "ckptd.sock").touch()
+    ensure_daemon(str(runtime), segment_dir=str(segments))
+    assert f"To use the service's, export CKPTD_RUNTIME_DIR={tmp_path}/ckptd" in caplog.text
 
 
 def test_a_daemon_that_cannot_start_shows_the_end_of_its_log(folders: tuple[Path, Path]) -> None:

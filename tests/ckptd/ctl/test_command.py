@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl import command
+from ckptd.config import runtime_dir
 from ckptd.ctl.command import ProgressBar, connected, progress_line
 from ckptd.ctl.main import main
 from ckptd.transport import wire
@@ -29,7 +29,7 @@ def test_the_socket_of_a_unit_is_named(
     """A shell without CKPTD_RUNTIME_DIR was told that no daemon runs, beside the daemon of the unit."""
     unit = tmp_path / "ckptd-alice"
     unit.mkdir()
-    monkeypatch.setattr(command, "_RUN", tmp_path)
+    monkeypatch.setattr(runtime_dir, "_RUN", tmp_path)
     monkeypatch.setenv("CKPTD_RUNTIME_DIR", str(tmp_path))
     assert main(["status"]) == 3
     assert "there is no socket (is it running?" in capsys.readouterr().err

@@ -38,6 +38,7 @@ def test_each_command_has_an_example_and_no_other_has() -> None:
     assert names == EXAMPLES.keys()
     for parser in leaves(command_parser()):
         assert 1 <= len(EXAMPLES[parser.prog]) <= 2
+        assert re.fullmatch(r"[A-Z].*[^.]\.", parser.description or "")
         assert parser.format_help().endswith("\n  ".join(["", *EXAMPLES[parser.prog]]) + "\n")
 
 
