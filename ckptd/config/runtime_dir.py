@@ -26,8 +26,10 @@ __all__ = [
     "forget_operator",
     "give_to_group",
     "group_number",
+    "is_claimed",
     "is_operated",
     "keep_log_place",
+    "keep_node_name",
     "log_place",
     "mark_operated",
     "node_name",
@@ -75,6 +77,7 @@ class AlreadyRunning(RuntimeError):
 
 _OPERATED = "operated"
 _RUN = Path("/run")  # in which the units of deploy/ have their runtime folders
+_LOCK = ".ckptd.lock"
 
 
 def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
@@ -145,7 +148,7 @@ def claim(folder: Path, what: str, endpoint: str = "") -> int:
     Raises:
         AlreadyRunning: another process holds the lock; the message contains its id.
     """
-    path = folder / ".ckptd.lock"
+    path = folder / _LOCK
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,5 +232,18 @@ def node_name(folder: Path) -> str:
         return kept
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:48] or "node"
     name = f"{host}-{os.urandom(4).hex()}"
-    replace_private_file(path, f"{name}\n".encode("ascii"))
+    keep_node_name(folder, name)
     return name
+
+
+def keep_node_name(folder: Path, name: str) -> None:
+    """Store this node's name, for its next daemon."""
+    replace_private_file(folder / "node-id", f"{name}\n".encode("ascii"))
+
+
+def is_claimed(folder: Path, fd: int) -> bool:
+    """Whether the lock that this process holds with ``fd`` is still that of this folder."""
+    try:
+        return (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False

@@ -36,10 +36,13 @@ from ckptd.config.daemon_config import (
 )
 from ckptd.config.runtime_dir import (
     AlreadyRunning,
+    UnusableFolder,
     claim,
     forget_operator,
     group_number,
+    is_claimed,
     keep_log_place,
+    keep_node_name,
     mark_operated,
     node_name,
     private_folder,
@@ -151,6 +154,7 @@ class Daemon(SlotListener, FolderListener):
             users=users,
             listener=self,
         )
+        self._store = store
         self._take_handed(store)
         self._housekeeper = Housekeeper(config, store, self._events, self._sealers, self._slow, pool, self)
         self._poller = zmq.Poller()
@@ -174,6 +178,7 @@ class Daemon(SlotListener, FolderListener):
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._trainers = TrainerSocket(node, group, self._service.handle)
         self._pages = self._serve_pages(node) if config.metrics or config.dash else None
+        self._runtime_trouble = ""
         self._stop_reason = ""
         self._interrupted = False
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
@@ -361,6 +366,7 @@ class Daemon(SlotListener, FolderListener):
     def _tick(self) -> None:
         try:
             self._service.tick()
+            self._look_at_runtime()
             self._all_written_again()
             for name, count in self._trainers.refused.items():
                 self._events.counters[f"local.{name}"] = count
@@ -368,6 +374,42 @@ class Daemon(SlotListener, FolderListener):
         except Exception as error:
             logger.exception("the periodic work failed")
             self._events.add("error", "internal", f"periodic work: {error!r}")
+
+    def _look_at_runtime(self) -> None:
+        """Make the runtime folder and its socket again if somebody has removed them.
+
+        logind removes a user's runtime folder at the end of the last login, and others clean /tmp.
+        """
+        if self._trainers.in_place():
+            return
+        what = f"somebody removed {self._config.listen}"
+        try:
+            self._remake_runtime()
+        except (AlreadyRunning, UnusableFolder, OSError) as error:
+            if str(error) != self._runtime_trouble:
+                self._runtime_trouble = str(error)
+                text = f"{what}, so that nobody can connect, and it cannot be made again now: {error}"
+                self._events.add("error", "runtime_folder_removed", text)
+            return
+        self._runtime_trouble = ""
+        text = (
+            f"{what}; it is made again. The usual causes are logind, which removes the folder of "
+            "XDG_RUNTIME_DIR when a user's last login ends, and programs that clean /tmp: set "
+            "CKPTD_RUNTIME_DIR, or run the daemon as a system user. Keys in this folder (keys_dir) are lost"
+        )
+        self._events.add("error", "runtime_folder_removed", text)
+
+    def _remake_runtime(self) -> None:
+        runtime = private_folder(self._config.runtime_dir, "runtime folder", self._group)
+        if not is_claimed(runtime, self._claims[0]):
+            fresh = claim(runtime, "runtime folder", self._config.listen)
+            os.close(self._claims[0])
+            self._claims[0] = fresh
+        if not self._config.node_id:
+            keep_node_name(runtime, self._store.node_id)
+        if not self._config.started_by_trainer:
+            mark_operated(runtime)
+        self._trainers.listen_again()
 
     def _wait(self, timeout_s: float) -> None:
         """Serve events that come within the timeout."""

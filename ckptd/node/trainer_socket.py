@@ -47,6 +47,7 @@ class TrainerSocket:
     def __init__(self, node: NodeContext, group: int | None, serve: _Serve) -> None:
         self._node, self._group, self._serve = node, group, serve
         self._listen = node.config.listen
+        self._path, self._inode = Path(self._listen.removeprefix("ipc://")), -1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] | None = None
         self._door: LocalDoor | None = None
@@ -74,18 +75,10 @@ class TrainerSocket:
         socket.setsockopt(zmq.RCVHWM, _QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        path = Path(self._listen.removeprefix("ipc://"))
         limits = local_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._door = LocalDoor(socket, limits, self._refusals, path=str(path))
+        self._door = LocalDoor(socket, limits, self._refusals, path=str(self._path))
         try:
-            check_way(str(path.parent), own_users())
-            before = os.umask(0o177)  # nobody else connects, not even before the mode is set
-            try:
-                socket.bind(self._listen)
-            finally:
-                os.umask(before)
-            if self._group is not None:
-                give_to_group(path, self._group, 0o660)
+            self._bind(socket)
             self._door.start(0)
         except (OSError, zmq.ZMQError) as error:
             self._door.stop()
@@ -93,6 +86,36 @@ class TrainerSocket:
             raise UnusableFolder(f"cannot listen on {self._listen}: {error}") from error
         self.socket = socket
         return socket
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> None:
+        check_way(str(self._path.parent), own_users())
+        before = os.umask(0o177)  # nobody else connects, not even before the mode is set
+        try:
+            socket.bind(self._listen)
+        finally:
+            os.umask(before)
+        if self._group is not None:
+            give_to_group(self._path, self._group, 0o660)
+        self._inode = self._path.lstat().st_ino
+
+    def in_place(self) -> bool:
+        """Whether the socket's file is still ours; false if somebody removed or replaced it."""
+        try:
+            return self._path.lstat().st_ino == self._inode
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def listen_again(self) -> None:
+        """Make the socket's file again: nobody can connect without it. Those who are connected stay.
+
+        Raises:
+            UnusableFolder: the endpoint cannot be bound.
+        """
+        assert self.socket is not None
+        try:
+            self._bind(self.socket)
+        except (OSError, zmq.ZMQError) as error:
+            raise UnusableFolder(f"cannot listen on {self._listen}: {error}") from error
 
     def close(self) -> None:
         """Stop listening; clients see it at once."""

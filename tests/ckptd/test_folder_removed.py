@@ -1,15 +1,18 @@
-"""The segment folder is removed under a daemon that serves, as logind does when a user's last login
-ends (RemoveIPC).
+"""The segment folder or the runtime folder is removed under a daemon that serves, as logind does when a user's
+last login ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ckptd.ctl.doctor import Grade, check_remove_ipc
 from ckptd.transport import messages as m
-from tests.ckptd.running import MIB, attach, eventually, reserve, running_daemon
+from tests.ckptd.running import MIB, DaemonProcess, attach, eventually, reserve, running_daemon
 from tests.e2e.habits import SCRIPT, start
 from tests.e2e.harness import own_daemon
 
@@ -82,3 +85,58 @@ def test_doctor_looks_for_a_logind_that_removes_segments(tmp_path: Path) -> None
     part.parent.mkdir(parents=True)
     part.write_text("[Login]\nRemoveIPC=no\n")
     assert check_remove_ipc(segments, root=tmp_path, uid=1000).grade is Grade.OK
+
+
+@pytest.mark.parametrize("only_socket", [False, True])
+def test_a_removed_runtime_folder_is_made_again(only_socket: bool) -> None:
+    """logind removes that of XDG_RUNTIME_DIR when a user's last login ends, and others clean /tmp. The daemon lived
+    on, nobody could connect to it, and no other one could take its segments.
+    """
+    with running_daemon() as daemon, daemon.client() as before:
+        attach(before)
+        (name,) = {before.ask(m.GetStatus(), m.Status).node_id}
+        if only_socket:
+            (daemon.runtime_dir / "ckptd.sock").unlink()
+        else:
+            shutil.rmtree(daemon.runtime_dir)
+        eventually(lambda: (daemon.runtime_dir / "ckptd.sock").exists(), "it listens again")
+        assert before.ask(m.Ping(), m.Pong).attached, "who was connected stays"
+        with daemon.client() as other:
+            attach(other, run="another", token=b"another")
+            told = other.ask(m.GetEvents(), m.Events).events
+        assert [e.level for e in told if e.kind == "runtime_folder_removed"] == ["error"]
+        second = DaemonProcess()
+        second.settings = daemon.settings
+        process = second.spawn()
+        assert process.wait(60) == 3, "the folder is claimed again"
+        shutil.rmtree(second.folder)
+        daemon.kill()
+        daemon.start()
+        with daemon.client() as again:
+            assert again.ask(m.GetStatus(), m.Status).node_id == name
+
+
+def test_a_runtime_folder_that_cannot_be_made_again_is_tried_until_it_can(tmp_path: Path) -> None:
+    """As nobody may make folders in /run/user: here a file has its name."""
+    with running_daemon() as daemon, daemon.client() as before:
+        in_the_way = tmp_path / "file"
+        in_the_way.touch()
+        while in_the_way.exists():  # the daemon may make the folder again in between
+            shutil.rmtree(daemon.runtime_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                shutil.copyfile(in_the_way, daemon.runtime_dir)
+                in_the_way.unlink()
+
+        def told(text: str) -> list[str]:
+            events = before.ask(m.GetEvents(), m.Events).events
+            return [e.message for e in events if e.kind == "runtime_folder_removed" and text in e.message]
+
+        failed, done = "it cannot be made again now", "it is made again"
+        eventually(lambda: bool(told(failed)), "it says so")
+        made = len(told(done))
+        daemon.runtime_dir.unlink()
+        eventually((daemon.runtime_dir / "ckptd.sock").exists, "it listens again")
+        with daemon.client() as other:
+            other.ask(m.GetStatus(), m.Status)
+        assert len(told(done)) == made + 1
+        assert len(set(told(failed))) == len(told(failed)), "once for each reason"
