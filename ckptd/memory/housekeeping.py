@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.slots.slots import SlotState
@@ -79,6 +80,7 @@ class Housekeeper:
         self._sealing: set[tuple[Segment, int]] = set()
         self._waiting: dict[tuple[Segment, int], tuple[int, float]] = {}  # sequence, seen since
         self._unsettled: set[Segment] = set()
+        self._swept: WeakKeyDictionary[Segment, int] = WeakKeyDictionary()  # their marks, where no slot waits
         self.doubts = SlotDoubts(sealers, events, self._map, self._examined)
         self._scrubs: deque[tuple[Segment, int, int]] = deque()
         self._scrubbing = False
@@ -243,18 +245,26 @@ class Housekeeper:
     ) -> None:
         """Seal slots that have been filled for a while.
 
-        The header has the time of filling, but by a clock that may have been set since.
+        The header has the time of filling, but by a clock that may have been set since. A segment in which no
+        slot waits is not looked at again before something in it changes.
         """
+        mark = segment.mark()
+        if self._swept.get(segment) == mark:
+            return
+        waits = False
         for index in range(segment.geometry.num_slots):
             header = segment.header(index)
             if header is None:
                 self._report_damage(segment, index)
             elif header.state is SlotState.FILLED:
+                waits = True
                 seen = before.get((segment, index), (-1, 0.0))
                 since_s = seen[1] if seen[0] == header.sequence else now_s
                 self._waiting[segment, index] = header.sequence, since_s
                 if now_s - since_s >= _SWEEP_AFTER_S:
                     self.seal(segment, index)
+        if not waits:
+            self._swept[segment] = mark
 
     def _report_damage(self, segment: Segment, index: int) -> None:
         """Report a header that is damaged twice in a row; once, it may be half written."""

@@ -14,12 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from ckptd.config.daemon_config import trusted_users
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     QUIET_OFFSET,
     REPLICA_ENDS,
+    SLOT_HEADER_BYTES,
     SLOT_HEADER_LEN,
     RingHint,
     SegmentDescriptor,
@@ -82,7 +85,7 @@ _AUDIT_MAGIC = b"AUDT"
 assert KEPT_DIGEST_AT + _LENGTH + _CRC.size <= _AUDIT_AT
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Segment:
     """One mapped segment file. ``fd`` queries locks and never takes one."""
 
@@ -142,6 +145,16 @@ class Segment:
         for index in range(self.geometry.num_slots):
             if (header := self.header(index)) is not None:
                 yield index, header
+
+    def mark(self) -> int:
+        """A number that changes with any slot header, and with what is kept behind it.
+
+        Much cheaper than to read the headers.
+        """
+        start = self.geometry.header_offset(0)
+        return xxhash.xxh3_64_intdigest(
+            self.buffer[start : start + self.geometry.num_slots * SLOT_HEADER_BYTES]
+        )
 
     def sealed(self, index: int, sequence: int) -> SlotHeader | None:
         """The header of a slot that is sealed and has this sequence number; else None."""

@@ -57,10 +57,20 @@ from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["CannotReserve", "FolderListener", "Purpose", "SegmentMaker", "SegmentPlan", "SegmentStore"]
+__all__ = [
+    "CannotReserve",
+    "FolderListener",
+    "Mark",
+    "Purpose",
+    "SegmentMaker",
+    "SegmentPlan",
+    "SegmentStore",
+]
 
 logger = logging.getLogger(__name__)
 
+
+Mark = tuple[tuple[int, int], ...]  # by generation: `Segment.mark`
 
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -345,6 +355,12 @@ class SegmentStore:
         found = [s for s in self._of_rank(key).values() if s.holds_snapshots]
         # The order needs every slot header.
         return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
+
+    def mark_of(self, key: RankKey, *, logs: bool = False) -> Mark:
+        """What changes whenever the slots of a rank's snapshots do, or those of its logs."""
+        found = self.all_of_rank(key)
+        wanted = [s for s in found if (s.is_log if logs else s.holds_snapshots)]
+        return tuple([(segment.generation, segment.mark()) for segment in wanted])
 
     def of_run(self, job: str, run: str) -> list[Segment]:
         return [s for s in self.all_of_run(job, run) if s.holds_snapshots]

@@ -25,6 +25,7 @@ from ckptd.core.replication.replicator import Replicator
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import RingHint
 from ckptd.errors import RemoteProtocolError
+from ckptd.memory.segment_store import Mark
 from ckptd.memory.slot_digests import Vouch
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
@@ -73,6 +74,9 @@ class Run:
         self._tree: FloorTree | None = None
         self._carried = NOTHING_CARRIED
         self._agreeing = False
+        # By rank: its slots when all of it was reported, and those of its log when they were last looked at.
+        self._reported: dict[int, Mark] = {}
+        self._logged: dict[int, Mark] = {}
 
     @property
     def members_id(self) -> str:
@@ -109,6 +113,8 @@ class Run:
         Returns why it is refused, or "".
         """
         self.joined_at_s = self._node.clock()
+        self._reported.clear()
+        self._logged.clear()
         if message.epoch < self.epoch:
             return f"epoch {message.epoch} of {key} is over: epoch {self.epoch} has begun here"
         current = (self.epoch, self.epoch_start, self.members)
@@ -164,15 +170,30 @@ class Run:
 
     def tick(self) -> None:
         for rank, replication in self.ranks.items():
-            replication.changed()  # a trainer seals its own slots while the daemon is away
-            replication.tick()
-            self.progressed(rank)
-        for log in self.logs.values():
-            log.changed()
+            self._tick_rank(rank, replication)
+        for rank, log in self.logs.items():
+            mark = self._store.mark_of(self._key(rank), logs=True)
+            if self._logged.get(rank) != mark:
+                self._logged[rank] = mark
+                log.changed()
             log.tick()
         if self._tree is not None:
             self._send(self._tree.resend(now_s=self._node.clock()))
         self._protect()
+
+    def _tick_rank(self, rank: int, replication: RankReplication) -> None:
+        """Look at a rank's slots, unless nothing has changed since all of it was reported.
+
+        Segments stay for long after their trainers have ended.
+        """
+        mark = self._store.mark_of(self._key(rank))
+        if self._reported.get(rank) == mark:
+            replication.tick()
+            return
+        replication.changed()  # a trainer seals its own slots while the daemon is away
+        replication.tick()
+        if self.progressed(rank):
+            self._reported[rank] = mark
 
     def wake(self, now_s: float) -> float:
         """Retry what is due; returns when to call again (infinity: not at all)."""
@@ -227,15 +248,18 @@ class Run:
     def promised(self) -> tuple[int, int, int, int]:
         return self.promise.floor, self.promise.horizon, self.span, self.epoch
 
-    def progressed(self, rank: int) -> None:
-        """What is replicated of a rank may have changed: report it to the floor tree."""
+    def progressed(self, rank: int) -> bool:
+        """What is replicated of a rank may have changed: report it to the floor tree, if that is possible."""
         if self._tree is None or rank not in self.ranks:
-            return
-        if self._secured(rank):
+            return False
+        if secured := self._secured(rank):
             word = self.ranks[rank].core.word
             self._send(self._tree.set_rank(rank, word.last, first=word.first, span=self._window(rank)))
+        else:
+            self._reported.pop(rank, None)  # the next tick tries again
         self._agreed()
         self._protect_rank(rank)
+        return secured
 
     # -- membership ------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class ReplicatedRun(Protocol):
     def promised(self) -> tuple[int, int, int, int]:
         """Floor, horizon and span, as far as this node knows them, and their epoch."""
 
-    def progressed(self, rank: int) -> None:
+    def progressed(self, rank: int) -> object:
         """What is replicated of a rank may have changed."""
 
 
@@ -250,6 +250,7 @@ class RankReplication:
                 transfer.cancel()  # the slot is held until the completion comes
 
     def tick(self) -> None:
+        self._offers.let_go()
         self.feed(Tick())
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.holdings import policy_of
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import Mark
 from ckptd.memory.slot_holds import HeldSnapshot, SlotHolds
 from ckptd.node_context import NodeContext
 from ckptd.persistence import keeper_wire as w
@@ -78,6 +79,7 @@ class RankPersistence:
         self._open_at_s = 0.0
         self._seen: tuple[int, float] | None = None  # newest iteration, when: for the speed of training
         self._had_segments = False
+        self._mark: Mark | None = None  # of the slots that were looked at last; None: look at them
 
     def join(self, world_size: int, epoch: int, epoch_start: int) -> None:
         """Join a history; releases the slots of an earlier one at once, without waiting for the store."""
@@ -86,7 +88,7 @@ class RankPersistence:
             self._epoch, self._epoch_start = epoch, epoch_start
             self._opened = self._refused = self._flush = False
             self._open_trouble = ""
-            self._seen = None
+            self._seen = self._mark = None
             self._open()
         self._feed_epoch()
         self.changed()
@@ -119,13 +121,20 @@ class RankPersistence:
     def tick(self) -> None:
         if not self._opened and not self._refused and self._clock() >= self._open_at_s:
             self._open()
-        self.changed()  # trainers seal their own slots while the daemon is down
+        mark = self._store.mark_of(self.key)
+        if mark != self._mark or self._flush or not self.core.idle:
+            self._mark = mark
+            self.changed()  # trainers seal their own slots while the daemon is down
         self.feed(Tick())
 
     def keeper_died(self) -> None:
         """The next keeper has no state: open the rank again."""
         self._opened = self._opening = False
         self._open_at_s = self._clock() + 1.0
+        self._forgotten()
+
+    def _forgotten(self) -> None:
+        self._mark = None  # the core forgets the slots, too
         self.feed(Forgotten())
 
     def settled(self, message: w.Settled) -> None:
@@ -196,7 +205,7 @@ class RankPersistence:
         if epoch != self._epoch:
             self._open()
             return
-        self._opened = True
+        self._opened, self._mark = True, None
         self._feed_epoch()
         self.feed(Durable(reply.committed))
         self.changed()
@@ -319,7 +328,7 @@ class RankPersistence:
 
         def refused(code: str, reason: str) -> None:
             if code == w.FailureCode.UNKNOWN:
-                self.feed(Forgotten())
+                self._forgotten()
             elif code == w.FailureCode.FENCED and epoch == self._epoch:
                 self._fence(reason)
             elif code != AWAY:
