@@ -267,6 +267,12 @@ class Keeper:
             for name in waiting.names:
                 self.send(w.RankFenced(name, error.epoch, str(error)))
             return
+        except StoreError:
+            # Whether it counts is not known: the ranks are told when the store answers again.
+            self._waiting[key] = waiting
+            self._look_in(_LOOKS_S[min(waiting.looks, len(_LOOKS_S) - 1)], run, key)
+            waiting.looks = min(waiting.looks + 1, len(_LOOKS_S) - 1)
+            raise
         if not complete and waiting.looks < len(_LOOKS_S):
             self._waiting[key] = waiting
             waiting.looks += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader, decode_descriptor, pack_slot_header
@@ -59,6 +59,7 @@ __all__ = ["FencedOff", "RunStore", "StoredWorlds"]
 
 _OFFERED = 3  # checkpoints offered to a recovery: the newest, and fallbacks
 _OFFERED_WORLDS = 16  # the same for a start of an elastic run
+_MAX_OFFERED = 16  # checkpoints whose manifests are kept
 _MAX_TURNS = 64
 
 
@@ -91,6 +92,9 @@ class RunStore:
         self._ranks: dict[int, RankStore] = {}
         self._shared = SharedLook()
         self._offered: dict[str, RankManifest] = {}
+        self._offers: OrderedDict[CheckpointId, set[str]] = (
+            OrderedDict()
+        )  # their keys, the last offered at the end
         self._doubted: set[CheckpointId] = set()
         self._passed_over: set[CheckpointId] = set()  # not offered to recoveries
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
@@ -340,7 +344,7 @@ class RunStore:
         identity = self._identity or read_identity(self.at.store, self.at.job, self.at.run)
         if identity is not None and manifest.run_id != identity.run_id:
             raise _OfAnotherRun(f"{key}: it is of run {manifest.run_id}, not {identity.run_id}")
-        self._offered[key] = manifest
+        self._keep_offered(checkpoint.id, key, manifest)
         return w.CommittedCheckpoint(
             name=key,
             rank=rank,
@@ -357,6 +361,17 @@ class RunStore:
             anchors=[s.anchor_bitmap for s in manifest.snapshots],
             digests=[s.image_digest for s in manifest.snapshots],
         )
+
+    def _keep_offered(self, checkpoint: CheckpointId, key: str, manifest: RankManifest) -> None:
+        """Keep a manifest until many other checkpoints were offered: each recovery finds new ones."""
+        with self._lock:
+            self._offered[key] = manifest
+            self._offers.setdefault(checkpoint, set()).add(key)
+            self._offers.move_to_end(checkpoint)
+            while len(self._offers) > _MAX_OFFERED:
+                _, keys = self._offers.popitem(last=False)
+                for each in keys:
+                    del self._offered[each]
 
     def read(self, name: str, index: int, offset: int, into: memoryview) -> None:
         """Read bytes of an offered snapshot's image, without verifying them.

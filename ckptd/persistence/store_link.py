@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ _TOKEN = bytes(16)
 # (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of `store_deadline_s`;
 # within this time about eight keepers have died.
 _ASK_FOR_S = 120.0
+_MAX_FOUND = 64  # checkpoints that can be read; a start is offered three
 
 
 class StoreLink:
@@ -71,6 +73,8 @@ class StoreLink:
         self.boot_id = boot_id
         self.address = PeerAddress(STORE_NODE, "")
         self._known: dict[str, w.CommittedCheckpoint] = {}
+        # The names of each checkpoint (of a run, by end and epoch), the one that was found last at the end.
+        self._found: OrderedDict[tuple[str, int, int], set[str]] = OrderedDict()
         self._regions: dict[int, tuple[str, int]] = {}
         self._numbers = itertools.count(1)
         self._unanswered: list[Callable[[], None]] = []  # to be repeated
@@ -220,7 +224,7 @@ class StoreLink:
             descriptor = decode_descriptor(stored.descriptor)
         except SegmentError:
             return None  # another version wrote it; verification names it
-        self._known[stored.name] = stored
+        self._remember(stored)
         pairs = zip(stored.headers, stored.anchors, strict=True)
         return HeldSegment(
             name=stored.name,
@@ -237,6 +241,18 @@ class StoreLink:
             slots=tuple(HeldSlot(i, header, anchors) for i, (header, anchors) in enumerate(pairs)),
             partial=policy_of(descriptor) == PolicyKind.PARTIAL,
         )
+
+    def _remember(self, stored: w.CommittedCheckpoint) -> None:
+        """Keep it until many others have been found since: each recovery finds new ones."""
+        run = "/".join(stored.name.split("/", 2)[:2])
+        checkpoint = run, stored.end, stored.epoch
+        self._known[stored.name] = stored
+        self._found.setdefault(checkpoint, set()).add(stored.name)
+        self._found.move_to_end(checkpoint)
+        while len(self._found) > _MAX_FOUND:
+            _, names = self._found.popitem(last=False)
+            for name in names:
+                del self._known[name]
 
     def _reply(self, message: Any) -> Any:
         if isinstance(message, p.GetDescriptor):

@@ -16,14 +16,16 @@ from safetensors import safe_open
 from ckptd.core.slots.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
+from ckptd.persistence import keeper, rank_store
 from ckptd.persistence import keeper_wire as w
-from ckptd.persistence import rank_store
 from ckptd.persistence.keeper import Keeper
 from ckptd.storage.checkpoints.manifest import RankManifest
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest, restore_snapshot
 from ckptd.storage.checkpoints.signing import Signers, create_signer
 from ckptd.storage.checkpoints.verifier import verify_run
 from ckptd.storage.image import ImageView, verify
+from ckptd.storage.stores.local_store import LocalStore
+from ckptd.storage.stores.objects import ObjectInfo, StoreRefused
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.strong_digest import strong_digest
 from tests.ckptd.persistence.slots import (
@@ -504,6 +506,39 @@ def test_a_later_history_that_appears_after_the_manifest_fences_the_rank(
     assert (told.rank, told.epoch) == (RANK, 7)
     assert "another job writes under these names" in told.reason
     segment.close()
+
+
+@pytest.mark.parametrize("failures", [1, 30])
+def test_a_checkpoint_is_told_of_although_the_store_failed_when_it_was_looked_for(
+    desk: Desk, segment: Segment, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """It was durable, and nobody ever learned of it: neither `ckptctl status`, nor the next start."""
+    monkeypatch.setattr(keeper, "_LOOKS_S", (0.01,) * 9)
+    list_of, left = LocalStore._list, [failures]
+
+    def failing(store: LocalStore, prefix: str) -> Iterator[ObjectInfo]:
+        if committed and left[0]:
+            left[0] -= 1
+            raise StoreRefused(prefix, "forbidden for a moment")
+        return list_of(store, prefix)
+
+    committed: list[bool] = []
+    monkeypatch.setattr(LocalStore, "_list", failing)
+    desk.open()
+    stored = [fill(segment, iteration, iteration) for iteration in (1, 2)]
+    for index, snapshot in enumerate(stored, 1):
+        desk.put(segment, index, snapshot)
+    settle = desk.keeper._settle
+
+    def settled(*args: Any) -> None:
+        committed.append(True)
+        settle(*args)
+
+    monkeypatch.setattr(desk.keeper, "_settle", settled)
+    desk.commit(segment, *stored)
+    assert desk.wait_settled().complete
+    assert left == [0]
+    assert any(event.kind == "store_trouble" for event in desk.told)
 
 
 def test_an_epoch_that_another_rank_of_the_node_has_joined_already_fences_nobody(

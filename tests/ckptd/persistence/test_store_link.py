@@ -137,6 +137,27 @@ def test_a_keeper_that_dies_over_the_question_what_is_durable_is_not_the_end_of_
     assert ["SIGKILL" in reason for reason in loop.died] == [True, True]
 
 
+def test_what_was_found_long_ago_is_forgotten(segment: Segment, tmp_path: Path) -> None:
+    """Each recovery from storage finds other checkpoints: descriptors, headers and manifests of all of them were
+    kept, here and in the keeper.
+    """
+    desk = Desk(f"file://{tmp_path}/store", retain=w.Retain(100, 0, 0.0))
+    loop = Loop(f"file://{tmp_path}/store")
+    desk.open()
+    names = []
+    for end in range(4, 100, 4):
+        checkpoint(desk, segment, end)
+        (newest, *_) = desk.find(0)
+        names.append(newest.name)
+    (run,) = desk.keeper._runs.values()
+    assert names[0] not in run._offered
+    assert names[-1] in run._offered
+    assert len(run._offered) == 16
+    for number in range(100):
+        assert loop.link._held(msgspec.structs.replace(newest, name=f"job/run/{number}", end=number))
+    assert sorted(loop.link._known) == sorted(f"job/run/{number}" for number in range(36, 100))
+
+
 def test_a_question_that_no_keeper_lives_to_answer_is_given_up(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
