@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _MAX_MESSAGE = 4096
-_MAX_KINDS = 256  # that trainers name; the table of counters stays small
+_MAX_KINDS = 256  # that trainers name, and as many that peers do; the table of counters stays small
 
 
 class EventLog:
@@ -33,6 +33,7 @@ class EventLog:
         self.last_seq = 0
         self.counters: Counter[str] = Counter()
         self._of_trainers: set[str] = set()
+        self._of_peers: set[str] = set()
 
     def add(
         self,
@@ -62,17 +63,17 @@ class EventLog:
                 rank=key.rank if key else -1,
             )
         )
-        self.count(f"event.{kind}" if not by_trainer or self._is_known(kind) else "other")
+        self.count(f"event.{kind}" if not by_trainer or _is_known(kind, self._of_trainers) else "other")
         logger.log(_LEVELS[level], "%s: %s", kind, message)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter without recording an event."""
         self.counters[name] += amount
 
-    def _is_known(self, kind: str) -> bool:
-        if len(self._of_trainers) < _MAX_KINDS:
-            self._of_trainers.add(kind)
-        return kind in self._of_trainers
+    def count_refusal(self, what: str, code: str) -> None:
+        """Count what a peer refused, by its code. A peer may name any: only so many are counted by name."""
+        name = one_line(f"{what}.{code}")
+        self.count(name if _is_known(name, self._of_peers) else f"{what}.other")
 
     def page(self, since: int, limit: int, sees: Callable[[str], bool] | None = None) -> Events:
         """Events with `seq` above `since`, oldest first, at most ``limit``.
@@ -85,3 +86,9 @@ class EventLog:
         found = islice(self._events, skip, None)
         wanted = found if sees is None else (event for event in found if sees(event.job))
         return Events(events=tuple(islice(wanted, limit)), first_seq=first, last_seq=self.last_seq)
+
+
+def _is_known(kind: str, known: set[str]) -> bool:
+    if len(known) < _MAX_KINDS:
+        known.add(kind)
+    return kind in known

@@ -334,20 +334,28 @@ class Neighbours:
             return
         rival.asking = False
         if neighbour.answers > rival.answers:
-            self._drop_rival(
-                neighbour
-            )  # it answers where it was known to be: which boot is newer is not known
-            return
-        if welcome.boot_id == neighbour.boot_id and not (neighbour.lost or neighbour.failed):
-            self.look_at(node)  # the same daemon at two addresses: it stays where it is, if it answers there
+            self._drop_rival(neighbour)
+        elif neighbour.lost or neighbour.failed or not neighbour.boot_id:
+            self._move(node, neighbour, rival, welcome)
+        else:  # it stays where it is known to be, if it answers there: then which boot is newer is not known
+            neighbour.link.ask(
+                self._hello,
+                p.PeerWelcome,
+                partial(self._heard, node, neighbour, neighbour.link),
+                lambda code, reason: self._move(node, neighbour, rival, welcome),
+                timeout_s=_SIGN_OF_LIFE_S,
+            )
+
+    def _move(self, node: str, neighbour: _Neighbour, rival: _Rival, welcome: p.PeerWelcome) -> None:
+        """Go on with a node at its other address, unless it has answered at the known one meanwhile."""
+        if neighbour.rival is not rival or self._known.get(node) is not neighbour:
             return
         before = neighbour.card.endpoint
         neighbour.link.close()
         neighbour.card, neighbour.link, neighbour.rival = rival.card, rival.link, None
         neighbour.asking = False
-        self._events.add(
-            "info", "peer_moved", f"{node} answers at {rival.card.endpoint}, no more at {before}"
-        )
+        text = f"{node} answers at {rival.card.endpoint}, no more at {before}"
+        self._events.add("info", "peer_moved", text)
         self._heard(node, neighbour, rival.link, welcome)
 
     def _rival_not_heard(self, neighbour: _Neighbour, rival: _Rival, code: str, reason: str) -> None:
@@ -438,7 +446,7 @@ class Neighbours:
         if neighbour.link is not link:
             return
         neighbour.asking, neighbour.failed = False, True
-        self._events.count(f"hello.{code}")
+        self._events.count_refusal("hello", code)
         if code == "protocol" and self._known.get(node) is neighbour:
             self._lose(node, neighbour, reason)
 

@@ -177,8 +177,14 @@ class RunDirectory:
         if not epoch_can_follow(record.newest_epoch, newest):
             return p.PeerRefused("bad_message", f"epoch {record.newest_epoch} after {newest}")
         if known is None or record.epoch >= known.epoch:
-            self._records.learned(record)
-            self._note_epoch(record.job, record.run, record.epoch, record.epoch_start)
+            try:
+                self._records.learned(record)
+                self._note_epoch(record.job, record.run, record.epoch, record.epoch_start)
+            except OSError as error:
+                self._node.events.count("run_records_failed")
+                return p.PeerRefused(
+                    "busy", f"the record of {record.job}/{record.run} cannot be written: {error}"
+                )
         return p.PeerDone()
 
     # -- as time passes --------------------------------------------------------------------------
@@ -250,5 +256,5 @@ class RunDirectory:
         known[node] = max(epoch, known.get(node, -1))
 
     def _does_not_know(self, node: str, code: str, reason: str) -> None:
-        self._node.events.count(f"tell_run.{code}")
+        self._node.events.count_refusal("tell_run", code)
         logger.debug("%s did not take the record of a run: %s", node, reason)

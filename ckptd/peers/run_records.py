@@ -11,6 +11,7 @@ to the daemon's loop thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -52,7 +53,8 @@ class RunRecords:
     Args:
         keep: has a file kept beyond this process by its name and descriptor; None: not any more.
     Raises:
-        OSError: from every method that writes: the filesystem is full, or gone. Nothing has changed then.
+        OSError: from every method that writes, but `forget`: the filesystem is full, or gone. Nothing has
+            changed then.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RunRecords:
         self._flushed = not is_in_memory(filesystem_kind(folder))
         self._records: dict[RunName, RunRecord] = {}
         self._wanted_s: dict[RunName, float] = {}  # when something of the run was here last
+        self._unwritten: set[RunName] = set()  # forgotten, and their files are of before
 
     def __iter__(self) -> Iterator[RunRecord]:
         return iter(list(self._records.values()))
@@ -169,7 +172,8 @@ class RunRecords:
         """Forget who took part, by command or because the run is over.
 
         The highest epoch stays for a while: what a node that is away still holds must be older than
-        whatever begins now.
+        whatever begins now. Where there is no room for that it is written as soon as there is: most runs are
+        forgotten to make room.
         """
         before = self.of(job, run)
         if before is None:
@@ -177,12 +181,14 @@ class RunRecords:
         if before.newest_epoch < 0:
             self._remove((job, run))
         else:
-            self._write(RunRecord(job, run, forgotten=before.newest_epoch))
+            self._write_in_its_place(RunRecord(job, run, forgotten=before.newest_epoch))
         path = self._path(job, run)
         path.with_name(path.name + ".bad").unlink(missing_ok=True)
 
     def expire(self, now_s: float, retain_s: float, wanted: Callable[[str, str], bool]) -> None:
         """Drop the records of runs without anything here for ``retain_s`` (0: only if there are too many)."""
+        for name in list(self._unwritten):
+            self._write_in_its_place(self._records[name])
         for name in list(self._records):
             if name not in self._wanted_s or wanted(*name):
                 self._wanted_s[name] = now_s
@@ -212,7 +218,24 @@ class RunRecords:
         path = self._path(record.job, record.run)
         replace_private_file(path, encode_record(record), synced=self._flushed)
         self._records[record.job, record.run] = record
+        self._unwritten.discard((record.job, record.run))
         self._kept(path)
+
+    def _write_in_its_place(self, record: RunRecord) -> None:
+        """Write a record, if need be into the room of the one before, or later."""
+        name = record.job, record.run
+        with contextlib.suppress(OSError):
+            self._write(record)
+            return
+        try:
+            self._path(*name).unlink(missing_ok=True)
+            self._write(record)
+        except OSError as error:
+            if name not in self._unwritten:
+                text = f"that {record.job}/{record.run} was forgotten cannot be written now: {error}; "
+                self._events.add("warning", "run_not_recorded", f"{text}it is tried again")
+            self._unwritten.add(name)
+            self._records[name] = record
 
     def _kept(self, path: Path) -> None:
         if len(self._records) > _MAX_KEPT:
@@ -228,6 +251,7 @@ class RunRecords:
     def _remove(self, name: RunName) -> None:
         self._records.pop(name, None)
         self._wanted_s.pop(name, None)
+        self._unwritten.discard(name)
         path = self._path(*name)
         self._keep(path.name, None)
         path.unlink(missing_ok=True)

@@ -56,6 +56,17 @@ def test_kinds_that_trainers_invent_do_not_fill_the_counters() -> None:
     assert len(log.page(0, 1).events[0].message) == 4096
 
 
+def test_codes_that_peers_invent_do_not_fill_the_counters() -> None:
+    log = EventLog(limit=10)
+    log.count_refusal("hello", "deadline")
+    for number in range(1000):
+        log.count_refusal("tell_run", f"code {number}")
+    log.count_refusal("hello", "deadline")
+    assert (len(log.counters), sum(log.counters.values())) == (257, 1002)
+    assert log.counters["hello.deadline"] == 2
+    assert log.counters["tell_run.other"] == 745
+
+
 def test_numbers_for_people() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1536, 5 << 40)] == [
         "0 B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -315,6 +316,31 @@ def test_a_small_segment_filesystem_is_refused_at_attach_and_at_reserve() -> Non
         assert caught.value.code == "segment_fs"
         assert list((folder / "s").glob("*.seg")) == []
         assert client.ask(m.GetStatus(), m.Status).used_bytes == 0
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_memory_is_given_back_although_the_segment_filesystem_is_full(final: bool) -> None:
+    """`ckptctl forget`, and the orderly end of a run, ended in an error where they were needed most, and freed
+    nothing: a line about the run could not be written.
+    """
+    with (
+        small_tmpfs("16m") as folder,
+        running_daemon(memory="12MiB", segment_dir=str(folder / "s")) as daemon,
+        daemon.client() as client,
+    ):
+        attach(client)
+        reserve(client)
+        here = m.Member(m.NodeCard(client.ask(m.GetStatus(), m.Status).node_id), (0,), (MIB,))
+        client.ask(m.Join(0, -1, (here,), 0), m.Done)
+        with (folder / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            while True:
+                ballast.write(bytes(4096))
+        client.ask(m.Detach(final), m.Done)
+        if not final:
+            freed = client.ask(m.Forget("job", "run"), m.Done).message
+            assert freed == "freed 6 MiB in 1 segment, and forgot the members of the run"
+        assert list((folder / "s").glob("*.seg")) == []
+        assert "internal" not in kinds(client)
 
 
 def test_a_descriptor_that_contradicts_the_session_is_refused(shared: DaemonProcess) -> None:

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from ckptd.event_log import EventLog
+from ckptd.peers import run_records
 from ckptd.peers.run_records import RunRecords, decode_record, encode_record
+from ckptd.private_files import replace_private_file
 from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 
 A, B, C = (NodeCard(name, f"tcp://{name}:1", labels={"rack": "1"}) for name in "abc")
@@ -191,6 +193,45 @@ def test_of_a_forgotten_run_only_the_number_of_its_last_epoch_stays(node: Node) 
     assert node.of().newest_epoch == 9
     node.records.forget("job", "never-heard-of")
     assert node.records.of("job", "never-heard-of") is None
+
+
+def test_a_run_is_forgotten_although_nothing_can_be_written(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most runs are forgotten because there is no room. The command ended in an error, and freed nothing."""
+    node.join(FIRST)
+    full = [True]
+
+    def no_room(path: Path, data: bytes, *, synced: bool = True) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_private_file(path, data, synced=synced)
+
+    monkeypatch.setattr(run_records, "replace_private_file", no_room)
+    node.records.forget("job", "run")
+    assert node.of() == RunRecord("job", "run", forgotten=4)
+    node.records.expire(0.0, 100.0, lambda job, run: False)
+    assert [e.kind for e in node.events.page(0, 100).events] == ["run_not_recorded"]
+    full[0] = False
+    node.records.expire(1.0, 100.0, lambda job, run: False)
+    node.restart()
+    assert node.of() == RunRecord("job", "run", forgotten=4)
+
+
+def test_a_forgotten_run_is_written_into_the_room_of_its_record(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.join(FIRST)
+
+    def only_in_its_place(path: Path, data: bytes, *, synced: bool = True) -> None:
+        if path.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_private_file(path, data, synced=synced)
+
+    monkeypatch.setattr(run_records, "replace_private_file", only_in_its_place)
+    node.records.forget("job", "run")
+    node.restart()
+    assert node.of() == RunRecord("job", "run", forgotten=4)
 
 
 def test_a_record_expires_when_nothing_of_its_run_has_been_here_for_long(node: Node) -> None:
