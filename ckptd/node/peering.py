@@ -144,14 +144,18 @@ class Peering:
                     self.maker,
                     self._settlers,
                     digests.want,
+                    doubt,
                     workers.digests,
                     self._recomputation,
                 ),
                 records=self.records,
                 promise_of=self.runs.promise_of,
                 holdings=self.holdings,
-                doubt=doubt,
+                may_act=self._may_act,
             )
+
+    def _may_act(self, peer: str, job: str, run: str) -> bool:
+        return not self.access.objection(peer, job, run, now_s=self._node.clock())
 
     def _own_workers(self, name: str) -> Workers:
         """Two threads; their results are collected on the loop thread."""
@@ -352,6 +356,7 @@ class Peering:
             guarded("replicas", partial(self.host.tick, now_s))
             guarded("recomputation", partial(self._recomputation.tick, now_s))
         guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
+        guarded("access", lambda: self.access.tick(now_s))
         guarded("updates", self._updates.tick)
         guarded("fetches", self.fetches.tick)
         guarded("quarantine", self.quarantine.tick)

@@ -114,9 +114,9 @@ class RunGuard:
             return refused
         if isinstance(message, p.OpenReplica) and not self.access.members(message.job, message.run):
             # The first node that brings an unknown run is its member; its record follows (`TellRun`).
-            self.access.admit(message.job, message.run, [peer], now_s=self._clock())
+            self.access.admit(message.job, message.run, [peer], now_s=self._clock(), by=peer)
         elif isinstance(message, GetHoldings):
-            self.access.admit(message.job, message.run, message.nodes, now_s=self._clock())
+            self.access.admit(message.job, message.run, message.nodes, now_s=self._clock(), by=peer)
         elif isinstance(message, p.OpenRead):
             self._tell("info", "peer_reads", peer, message.job, message.run, "reads snapshots")
         return None
@@ -151,6 +151,7 @@ class RunGuard:
             return
         if len(self._reported_s) >= _MAX_REPORTED:
             self._reported_s.clear()
+            self._since.clear()
         self._reported_s[key] = now_s
         more = f" ({self._since.pop(key, 0)} more since the last such event)"
         text = f"{peer} {what}" + (more if not more.startswith(" (0 ") else "")

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptd.core.replication.known_runs import KnownRuns
+from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, set_slot_state
 from ckptd.core.slots.slots import SlotState
+from ckptd.core.users import owner_of
 from ckptd.errors import SegmentError
 from ckptd.memory.inventory import held_slots
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentMaker, SegmentPlan
-from ckptd.memory.slot_digests import Vouch
+from ckptd.memory.slot_digests import Doubt, Vouch
 from ckptd.node_context import DigestThreads, NodeContext
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_store import ReplicaStore, same_primary
@@ -35,6 +37,7 @@ __all__ = ["SLOWEST_BYTES_PER_S", "HostParts", "HostWorkers", "Loan", "RegionLoa
 
 SLOWEST_BYTES_PER_S = 4 << 20  # a slower peer counts as gone, and its slot is taken back
 _MAX_LEASES = 65_536
+_MAX_BOOTS = 4  # of one peer, with a lease on one replica: the newest are kept
 _IDLE_S = 60.0  # longer than the pause of a sender that has something to send
 _SILENT_S = 60.0
 _SNAPSHOTS_FIRST_S = 120.0  # longer than the pause of a sender of snapshots that was refused
@@ -150,6 +153,9 @@ class HostWorkers:
     vouch: Vouch
     """Makes digests of images."""
 
+    doubt: Doubt
+    """Has a slot verified soon, and quarantined if it is damaged."""
+
     digests: DigestThreads = field(default_factory=DigestThreads)
 
     recomputation: Recomputation | None = None
@@ -189,9 +195,11 @@ class ReplicaLeases:
     may ever report that this peer is gone.
 
     Snapshots come first: a replica of snapshots that finds no memory gets the memory of replicas of
-    boundary logs, and for a while no further log is accepted.
+    boundary logs, and for a while no further log is accepted. But a peer that brings snapshots ends only
+    logs of runs on which it may act, of the same user where users are kept apart.
 
     Args:
+        may_act: whether a peer may act on a run.
         learn_epoch: called before a peer learns what is held; raises ValueError for an epoch that
             cannot follow the newest one, OSError if the epoch cannot be written.
         remove: frees a replica's memory.
@@ -201,13 +209,16 @@ class ReplicaLeases:
         self,
         host: HostParts,
         *,
+        may_act: Callable[[str, str, str], bool],
         learn_epoch: Callable[[p.OpenReplica], None],
         remove: Callable[[Segment, str], None],
     ) -> None:
         self._host, self._node, self._replicas = host, host.node, host.replicas
-        self._learn_epoch, self._remove = learn_epoch, remove
-        self._short_until_s = float("-inf")
+        self._may_act, self._learn_epoch, self._remove = may_act, learn_epoch, remove
+        # By peer and job: until when logs wait for its snapshots.
+        self._short: dict[tuple[str, str], float] = {}
         self._leases: dict[int, _Lease] = {}
+        self._on: dict[str, dict[int, _Lease]] = {}  # the same by file
         self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
 
     def open(self, peer: str, message: p.OpenReplica, answer: AnswerPeer) -> None:
@@ -243,7 +254,7 @@ class ReplicaLeases:
         waiting = self._building.setdefault(plan.path.name, [])
         waiting.append((peer, message, answer))
         if len(waiting) == 1:
-            self._build(plan)
+            self._build(plan, peer)
 
     def use(self, number: int, peer: str) -> tuple[Segment, str] | None:
         """The replica of a lease, and its peer's boot; None if this peer has no such lease."""
@@ -261,12 +272,10 @@ class ReplicaLeases:
                 lease.heard_s = now_s
 
     def is_open(self, segment: Segment, now_s: float) -> bool:
-        leases = self._leases.values()
-        return any(lease.segment is segment and now_s - lease.heard_s < _SILENT_S for lease in leases)
+        return any(now_s - lease.heard_s < _SILENT_S for lease in self._leases_on(segment).values())
 
     def in_use(self, segment: Segment, now_s: float) -> bool:
-        leases = self._leases.values()
-        return any(lease.segment is segment and now_s - lease.used_s < _IDLE_S for lease in leases)
+        return any(now_s - lease.used_s < _IDLE_S for lease in self._leases_on(segment).values())
 
     def peer_gone(self, peer: str, boot_id: str) -> None:
         """End the leases of a peer, except those of this boot of it ("": all)."""
@@ -281,39 +290,60 @@ class ReplicaLeases:
         self._end(lambda v: same_primary(v.segment.descriptor, segment.descriptor))
 
     def removed(self, segment: Segment) -> None:
-        self._end(lambda v: v.segment is segment)
+        for number in self._leases_on(segment):
+            del self._leases[number]
+        self._on.pop(segment.path.name, None)
 
     def close(self) -> None:
         self._leases.clear()
+        self._on.clear()
+
+    def _leases_on(self, segment: Segment) -> dict[int, _Lease]:
+        return self._on.get(segment.path.name, {})
 
     def _end(self, over: Callable[[_Lease], bool]) -> None:
-        self._leases = {n: lease for n, lease in self._leases.items() if not over(lease)}
+        for number in [n for n, lease in self._leases.items() if over(lease)]:
+            self._end_one(number)
+
+    def _end_one(self, number: int) -> None:
+        name = self._leases.pop(number).segment.path.name
+        del self._on[name][number]
+        if not self._on[name]:
+            del self._on[name]
 
     def _lease(self, peer: str, boot_id: str, segment: Segment, rings: list[Segment]) -> p.PeerReply:
         held = tuple(slot for ring in rings for slot in held_slots(ring))
         now_s = self._node.clock()
-        for number, known in self._leases.items():
-            if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
+        own = {n: lease for n, lease in self._leases_on(segment).items() if lease.peer == peer}
+        for number, known in own.items():
+            if known.boot_id == boot_id:
                 known.used_s = known.heard_s = now_s
                 return p.ReplicaOpened(number, held, self._node.boot_id)  # it asks again what is held
         # The lease on a ring that became too narrow ends; the ring goes when no promise needs it.
-        self._end(lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings))
+        for ring in rings:
+            for number, lease in list(self._leases_on(ring).items()):
+                if (lease.peer, lease.boot_id) == (peer, boot_id):
+                    self._end_one(number)
+        # A peer has one boot at a time, and says which. One that claims another each time fills no table.
+        for number in sorted(own, key=lambda n: own[n].heard_s)[: max(0, len(own) - _MAX_BOOTS + 1)]:
+            self._end_one(number)
         if len(self._leases) >= _MAX_LEASES:
             return p.PeerRefused("busy", "too many replicas are open")
         number = next(self._host.ids)
-        self._leases[number] = _Lease(peer, boot_id, segment, now_s, now_s)
+        lease = _Lease(peer, boot_id, segment, now_s, now_s)
+        self._leases[number] = self._on.setdefault(segment.path.name, {})[number] = lease
         return p.ReplicaOpened(number, held, self._node.boot_id)
 
     # -- making one ------------------------------------------------------------------------------
 
-    def _build(self, plan: SegmentPlan) -> None:
+    def _build(self, plan: SegmentPlan, peer: str) -> None:
         maker = self._host.workers.maker
         refusal = maker.refusal(plan)
         if plan.descriptor.is_log:
-            refusal = refusal or self._kept_for_snapshots()
+            refusal = refusal or self._kept_for_snapshots(plan.key)
         elif refusal is not None and refusal.code != RefusalCode.USER_QUOTA:  # nothing of others makes room
-            self._short_until_s = self._node.clock() + _SNAPSHOTS_FIRST_S
-            if self._made_room(plan):
+            self._short[peer, plan.key.job] = self._node.clock() + _SNAPSHOTS_FIRST_S
+            if self._made_room(plan, peer):
                 self._refuse(plan, p.PeerRefused("busy", "room is being made: try again"))
                 return
         if refusal is not None:
@@ -324,17 +354,23 @@ class ReplicaLeases:
         if refusal is not None:
             self._refused(plan, refusal)
 
-    def _kept_for_snapshots(self) -> Refused | None:
+    def _kept_for_snapshots(self, log: RankKey) -> Refused | None:
         """Why a log is refused although there is memory for it."""
-        if self._node.clock() >= self._short_until_s:
+        now_s = self._node.clock()
+        self._short = {who: until_s for who, until_s in self._short.items() if now_s < until_s}
+        if not any(self._gives_way(log, job, peer) for peer, job in self._short):
             return None
         text = "memory is wanted for replicas of snapshots, which come first"
         return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
 
-    def _made_room(self, plan: SegmentPlan) -> bool:
-        """Remove replicas of logs if that makes room for this one of snapshots; false if it would not."""
-        missing = plan.geometry.total_bytes - self._replicas.free_bytes
-        logs = sorted(self._replicas.logs(), key=lambda s: s.file_bytes, reverse=True)
+    def _made_room(self, plan: SegmentPlan, peer: str) -> bool:
+        """Remove replicas of logs if that makes room for this one of snapshots; false if it would not.
+
+        First those that nobody fills any more.
+        """
+        missing, now_s = plan.geometry.total_bytes - self._replicas.free_bytes, self._node.clock()
+        logs = [log for log in self._replicas.logs() if self._gives_way(log.key, plan.key.job, peer)]
+        logs.sort(key=lambda log: (self.is_open(log, now_s), -log.file_bytes))
         if sum(log.file_bytes for log in logs) < missing:
             return False
         for log in logs:
@@ -342,6 +378,11 @@ class ReplicaLeases:
                 missing -= log.file_bytes
                 self._remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
         return True
+
+    def _gives_way(self, log: RankKey, job: str, peer: str) -> bool:
+        """Whether a log makes room for snapshots of this job that this peer brings."""
+        same_user = not self._node.config.isolate_users or owner_of(log.job) == owner_of(job)
+        return same_user and self._may_act(peer, log.job, log.run)
 
     def _made(self, plan: SegmentPlan, segment: Segment) -> None:
         size = format_bytes(segment.file_bytes)

@@ -20,7 +20,6 @@ from ckptd.memory import locks
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.memory.slot_digests import Doubt
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_leases import HostParts, HostWorkers, RegionLoans, ReplicaLeases
@@ -45,7 +44,7 @@ class Host:
         records: the records of runs; epochs that peers announce are added to them.
         promise_of: epoch, promise and span that a run has agreed on.
         holdings: everything sealed that this node holds of a run.
-        doubt: has a slot verified soon, and quarantined if it is damaged.
+        may_act: whether a peer may act on a run.
     """
 
     def __init__(
@@ -58,17 +57,19 @@ class Host:
         records: RunRecords,
         promise_of: Callable[[str, str], tuple[int, Promise, int]],
         holdings: Callable[[str, str], Holdings],
-        doubt: Doubt,
+        may_act: Callable[[str, str, str], bool],
     ) -> None:
         self._node, self._store, self._replicas = node, node.store, replicas
-        self._records, self._holdings, self._doubt = records, holdings, doubt
+        self._records, self._holdings, self._doubt = records, holdings, workers.doubt
         self._maker = workers.maker
         self._used_s: dict[str, float] = {}
         self._known = KnownRuns(promise_of)
         self._loans = RegionLoans(workers.settlers, still_here=self._is_here, failed=node.failed)
         self._parts = HostParts(node, fabric, replicas, workers, self._known, self._loans)
         self._reads = ReadGrants(self._parts)
-        self.leases = ReplicaLeases(self._parts, learn_epoch=self._learn_epoch, remove=self.remove)
+        self.leases = ReplicaLeases(
+            self._parts, may_act=may_act, learn_epoch=self._learn_epoch, remove=self.remove
+        )
         self._tickets = WriteGrants(self._parts, self.leases, self._reads)
 
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
@@ -149,7 +150,11 @@ class Host:
                 self.remove(segment, "it is lost")
         for segment, why in self._unneeded(now_s) or self._expired(now_s):
             self.remove(segment, why)
-        self._known.forget_promises(lambda job, run: not self._replicas.all_of_run(job, run))
+        here = self._replicas.runs
+        self._known.forget_promises(lambda job, run: (job, run) not in here)
+        self._known.forget_epochs(
+            lambda job, run: (job, run) not in here and self._records.of(job, run) is None
+        )
 
     def remove(self, segment: Segment, why: str) -> None:
         """Free a replica's memory."""

@@ -71,6 +71,12 @@ class ReplicaStore:
     def get(self, name: str) -> Segment | None:
         return self._store.named(name, Purpose.REPLICA)
 
+    @property
+    def runs(self) -> set[tuple[str, str]]:
+        """The runs of all replicas, including those that are still being made."""
+        plans = (plan for plan, _ in self._store.plans_for(Purpose.REPLICA))
+        return {(plan.descriptor.job, plan.descriptor.run) for plan in plans}
+
     def of_run(self, job: str, run: str) -> list[Segment]:
         return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
 

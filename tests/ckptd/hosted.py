@@ -71,6 +71,7 @@ class Setting:
     retain_s: float = 0.0
     computes: bool = False
     doubted: list[tuple[Segment, int, int]] = field(default_factory=list)
+    strangers: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.events = EventLog(100)
@@ -87,11 +88,13 @@ class Setting:
             node,
             self.fabric,
             self.replicas,
-            HostWorkers(self.workers, maker, self.workers, digests.want, recomputation=self.recomputation),
+            HostWorkers(
+                self.workers, maker, self.workers, digests.want, self.doubt, recomputation=self.recomputation
+            ),
             records=self.records,
             promise_of=lambda job, run: (self.epoch, self.promise, self.span),
             holdings=self.holdings,
-            doubt=self.doubt,
+            may_act=lambda peer, job, run: (peer, run) not in self.strangers,
         )
 
     def holdings(self, job: str, run: str) -> Holdings:

@@ -12,15 +12,19 @@ go on from what they hold.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from ckptd.core.replication.replicas import Promise
 
-__all__ = ["GUEST_S", "MAX_GUESTS", "KnownRun", "KnownRuns", "RunAccess"]
+__all__ = ["GUEST_S", "MAX_GUESTS", "MAX_GUEST_RUNS", "KnownRun", "KnownRuns", "RunAccess"]
 
 GUEST_S = 3600.0  # from a start until its ranks have joined: longer than they wait for each other
-MAX_GUESTS = 1 << 16  # per run
+MAX_GUESTS = 1 << 16  # that one node names, of all runs
+MAX_GUEST_RUNS = 256  # of which one other node names any
+_MAX_EPOCHS = 256  # of a run, as in its record
+_LOOK_EVERY_S = 60.0
 
 RunName = tuple[str, str]  # job, run
 
@@ -61,6 +65,8 @@ class KnownRuns:
         if known.get(epoch) == start:
             return False
         known[epoch] = start
+        while len(known) > _MAX_EPOCHS:
+            del known[min(known)]
         before, promise, span = self._in_force(job, run)
         if epoch > before:
             floor = self._carried(job, run, before, promise.floor)
@@ -96,6 +102,10 @@ class KnownRuns:
     def forget_promises(self, of: Callable[[str, str], bool]) -> None:
         """Drop what peers told of these runs: this node holds nothing of them."""
         self._told = {run: told for run, told in self._told.items() if not of(*run)}
+
+    def forget_epochs(self, of: Callable[[str, str], bool]) -> None:
+        """Drop the epochs of these runs: this node holds nothing of them, and has no record of them."""
+        self._epochs = {run: known for run, known in self._epochs.items() if not of(*run)}
 
     def _in_force(self, job: str, run: str) -> tuple[int, Promise, int]:
         """The latest epoch in which something was promised, the promise, and the span."""
@@ -152,24 +162,63 @@ class RunAccess:
     ) -> None:
         self._everywhere = {node, *everywhere}
         self._record_of, self._holds, self._everybody = record_of, holds, everybody
-        self._guests: dict[RunName, dict[str, float]] = {}  # until when
+        self._node = node
+        # By run, and by the node that named them: until when. What one node names pushes out no other's.
+        self._guests: dict[RunName, dict[str, dict[str, float]]] = {}
+        self._named: dict[str, OrderedDict[RunName, None]] = {}  # by that node, the oldest first
+        self._next_look_s = float("-inf")
 
-    def admit(self, job: str, run: str, nodes: Iterable[str], *, now_s: float) -> None:
-        """Let the nodes of a start act on the run before its ranks have joined."""
-        guests = {n: until_s for n, until_s in self._guests_of(job, run).items() if until_s > now_s}
-        guests.update(dict.fromkeys(nodes, now_s + GUEST_S))
-        newest = sorted(guests.items(), key=lambda guest: guest[1])[-MAX_GUESTS:]
-        self._guests[job, run] = dict(newest)
+    def admit(self, job: str, run: str, nodes: Iterable[str], *, now_s: float, by: str = "") -> None:
+        """Let the nodes of a start act on the run before its ranks have joined.
+
+        Args:
+            by: the node that names them; "": this one, or its operator.
+        """
+        by, name = by or self._node, (job, run)
+        fresh = dict.fromkeys(nodes, now_s + GUEST_S)
+        if not fresh:
+            return
+        of_run = self._guests.setdefault(name, {})
+        guests = {n: until_s for n, until_s in of_run.get(by, {}).items() if until_s > now_s} | fresh
+        of_run[by] = dict(sorted(guests.items(), key=lambda guest: guest[1])[-MAX_GUESTS:])
+        named = self._named.setdefault(by, OrderedDict())
+        named[name] = None
+        named.move_to_end(name)
+        if by != self._node:
+            while len(named) > MAX_GUEST_RUNS or self._count(by) > MAX_GUESTS:
+                self._drop(next(iter(named)), by)
+
+    def _count(self, by: str) -> int:
+        return sum(len(self._guests[name][by]) for name in self._named[by])
+
+    def _drop(self, name: RunName, by: str) -> None:
+        del self._guests[name][by], self._named[by][name]
+        if not self._guests[name]:
+            del self._guests[name]
+        if not self._named[by]:
+            del self._named[by]
+
+    def tick(self, now_s: float) -> None:
+        """Forget those whose time is over."""
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_EVERY_S
+        for name, of_run in list(self._guests.items()):
+            for by, guests in list(of_run.items()):
+                if max(guests.values()) <= now_s:
+                    self._drop(name, by)
 
     def forget(self, job: str, run: str) -> None:
         """The run is over, or was forgotten."""
-        self._guests.pop((job, run), None)
+        for by in list(self._guests.get((job, run), ())):
+            self._drop((job, run), by)
 
     def objection(self, peer: str, job: str, run: str, *, now_s: float) -> str:
         """The reason why ``peer`` may not act on the run; "" if it may."""
         if self._everybody or peer in self._everywhere:
             return ""
-        if self._guests_of(job, run).get(peer, now_s) > now_s:
+        of_run = self._guests.get((job, run), {})
+        if any(guests.get(peer, now_s) > now_s for guests in of_run.values()):
             return ""
         members = self.members(job, run)
         if peer in members or not (members or self._holds(job, run)):
@@ -181,9 +230,6 @@ class RunAccess:
         """The recorded present and former members; empty: none is known."""
         record = self._record_of(job, run)
         return set() if record is None else {card.node for card in record.cards}
-
-    def _guests_of(self, job: str, run: str) -> dict[str, float]:
-        return self._guests.get((job, run), {})
 
 
 def _newer(a: Promise, b: Promise) -> Promise:

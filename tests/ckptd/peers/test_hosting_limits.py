@@ -209,6 +209,16 @@ class Doubts:
         assert isinstance(self.setting.ask(message), p.PeerDone)
 
 
+def test_a_peer_with_a_new_name_for_its_boot_each_time_fills_no_table(setting: Setting) -> None:
+    """After 65,536 leases every other peer was refused, and each made the next one slower."""
+    other = setting.open("q", run="theirs", boot_id="q1").lease
+    leases = [setting.open(boot_id=f"boot {number}").lease for number in range(20)]
+    kept = [lease for lease in leases if setting.host.leases.use(lease, "p") is not None]
+    assert kept == leases[-4:]
+    assert setting.host.leases.use(other, "q") is not None
+    assert len(setting.host.leases._leases) == 5
+
+
 def test_a_doubt_about_what_a_slot_no_longer_holds_is_not_followed(setting: Setting) -> None:
     doubts = Doubts(setting, 2)
     doubts.tell(0, sequence=99)
@@ -229,7 +239,7 @@ def test_replicas_belong_to_the_user_of_the_job_and_count_for_its_quota() -> Non
                 "the replica of u1002.job/second rank 0 needs 6 MiB, and of the memory that user 1002 may have "
                 "here 2 MiB is free"
             )
-            assert setting.host.leases._short_until_s == float("-inf"), "logs of others are not refused"
+            assert not setting.host.leases._short, "logs of others are not refused"
             setting.open(job="u1003.job")
             setting.open(job="job")
             assert [readers_of(s.fd) for s in setting.replicas] == [{}, {1002: 4}, {1003: 4}]

@@ -117,6 +117,27 @@ def opened(setting: Setting, *, epoch: int = 1, start: int = -1) -> int:
     return reply.lease
 
 
+def test_a_log_makes_room_for_snapshots_only_of_who_may_act_on_its_run(setting: Setting) -> None:
+    """Any node with a trusted key could end the replicas of the logs of any run, by bringing snapshots of its own."""
+    opened(setting)
+    (log,) = setting.replicas.logs()
+    setting.strangers.add(("p", "run"))
+    fits = setting.replicas.free_bytes // MIB + 1
+    asked = open_replica("away", run="other", num_slots=fits)
+    refused = setting.ask(asked)
+    assert isinstance(refused, p.PeerRefused)
+    assert (refused.code, setting.replicas.logs()) == ("quota", [log])
+    assert isinstance(setting.ask(opening(num_slots=2)), p.ReplicaOpened), "its logs do not wait for others"
+    setting.strangers.clear()
+    refused = setting.ask(asked)
+    assert isinstance(refused, p.PeerRefused)
+    assert (refused.code, setting.replicas.logs()) == ("busy", [])
+    refused = setting.ask(opening())
+    assert isinstance(refused, p.PeerRefused)
+    assert "come first" in refused.message
+    assert isinstance(setting.ask(asked), p.ReplicaOpened)
+
+
 def held_here(setting: Setting) -> list[int]:
     """The iterations of the only replica of a log."""
     (replica,) = setting.replicas.logs()

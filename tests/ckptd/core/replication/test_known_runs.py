@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptd.core.replication.known_runs import GUEST_S, MAX_GUESTS, KnownRuns, RunAccess
+from ckptd.core.replication.known_runs import GUEST_S, MAX_GUEST_RUNS, MAX_GUESTS, KnownRuns, RunAccess
 from ckptd.core.replication.replicas import Promise
 
 RUN = ("job", "run")
@@ -223,6 +223,35 @@ def test_admissions_are_bounded() -> None:
     setting.access.admit("j", "r", [f"n{i}" for i in range(MAX_GUESTS)], now_s=1.0)
     assert not setting.may("first", now_s=2.0)
     assert setting.may("n0", now_s=2.0)
+
+
+def test_what_one_node_names_is_bounded_and_pushes_out_no_others() -> None:
+    """A node with a trusted key could have a daemon remember names without end, of runs that nobody knew."""
+    setting = Setting()
+    admit = setting.access.admit
+    admit("j", "r", ["mine"], now_s=0.0)
+    admit("j", "r", ["theirs"], now_s=0.0, by="a")
+    for number in range(MAX_GUEST_RUNS + 10):
+        admit("j", f"r{number}", ["x"], now_s=1.0, by="b")
+    setting.held |= {("j", "r"), ("j", "r0"), ("j", "r10")}
+    assert [setting.may(node, now_s=2.0) for node in ("mine", "theirs", "x")] == [True, True, False]
+    assert [setting.may("x", run=run, now_s=2.0) for run in ("r0", "r10")] == [False, True]
+    admit("j", "many", [f"n{i}" for i in range(MAX_GUESTS)], now_s=3.0, by="b")
+    assert not setting.may("x", run="r10", now_s=3.0)
+    setting.access.tick(GUEST_S)
+    assert (list(setting.access._guests), list(setting.access._named)) == ([("j", "many")], ["b"])
+    setting.access.forget("j", "many")
+    assert not setting.access._named
+
+
+def test_epochs_are_forgotten_with_their_run_and_bounded() -> None:
+    known = KnownRuns(lambda job, run: (-1, Promise(), 1))
+    for number in range(300):
+        known.note_epoch("j", "r", number, -1)
+        known.note_epoch("j", f"r{number}", 1, -1)
+    assert list(known.epochs("j", "r")) == [*range(44, 300)]
+    known.forget_epochs(lambda job, run: run != "r")
+    assert (known.newest_epoch("j", "r"), known.newest_epoch("j", "r7")) == (299, -1)
 
 
 def test_the_operator_may_let_every_trusted_node_act_on_every_run() -> None:
