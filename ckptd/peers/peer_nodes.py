@@ -350,12 +350,12 @@ class Neighbours:
         """Go on with a node at its other address, unless it has answered at the known one meanwhile."""
         if neighbour.rival is not rival or self._known.get(node) is not neighbour:
             return
-        before = neighbour.card.endpoint
+        before, there = neighbour.card.endpoint, rival.card.endpoint
         neighbour.link.close()
         neighbour.card, neighbour.link, neighbour.rival = rival.card, rival.link, None
         neighbour.asking = False
-        text = f"{node} answers at {rival.card.endpoint}, no more at {before}"
-        self._events.add("info", "peer_moved", text)
+        how = f"at {there}, no more at {before}" if there != before else f"at {there} with another key"
+        self._events.add("info", "peer_moved", f"{node} answers {how}")
         self._heard(node, neighbour, rival.link, welcome)
 
     def _rival_not_heard(self, neighbour: _Neighbour, rival: _Rival, code: str, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.transport import peer_messages as p
+from ckptd.transport.access.keys import Keys, trust
 from ckptd.transport.messages import GetHoldings, GetPeers, Member, NodeCard, Peers, RunRecord
 from tests.ckptd.nodes import PORT, Net, Node
 from tests.ckptd.peers_harness import Job
@@ -35,6 +36,23 @@ def test_a_daemon_that_comes_back_at_another_address_gets_replicas_again() -> No
         moves.settings["CKPTD_PEER_LISTEN"] = f"tcp://{moves.address}:{PORT}"
         moves.launch()
         eventually(lambda: here.saw("peer_moved", moves.address), "it is found")
+        job.record(2)
+        job.await_replicas(2, 1)
+        job.check_all()
+        job.end()
+
+
+def test_a_daemon_that_comes_back_with_another_key_gets_replicas_again() -> None:
+    """Its card, with the key, came from the job's ranks, at the next start."""
+    with Net(2, curve=True).up() as net:
+        job, (here, other) = Job(net, net.nodes, replicas=1), net.nodes
+        job.start()
+        job.record(0, 1)
+        job.await_replicas(1, 1)
+        trust(here.keys_dir, other.name, Keys.rotate(other.keys_dir).public, keep_previous_s=3600)
+        other.kill()
+        other.launch()
+        eventually(lambda: here.saw("peer_moved", "with another key"), "it is found")
         job.record(2)
         job.await_replicas(2, 1)
         job.check_all()
