@@ -50,6 +50,7 @@ class Transitions(Generic[S, E]):
 
     def __init__(self, machine: str, table: Mapping[tuple[S, E], S]) -> None:
         self.machine, self._table = machine, dict(table)
+        self._following: dict[S, frozenset[S]] = {}
 
     @property
     def table(self) -> Mapping[tuple[S, E], S]:
@@ -71,7 +72,10 @@ class Transitions(Generic[S, E]):
 
     def following(self, state: S) -> frozenset[S]:
         """The states to which one event leads."""
-        return frozenset(after for (before, _), after in self.table.items() if before is state)
+        if state not in self._following:
+            after = (after for (before, _), after in self._table.items() if before is state)
+            self._following[state] = frozenset(after)
+        return self._following[state]
 
     def _illegal(self, state: S, event: E, ids: Mapping[str, object]) -> LocalProtocolError:
         legal = sorted(_name(e) for s, e in self._table if s is state)

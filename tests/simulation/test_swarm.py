@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from ckptd.core.replication.replicator import Replicator
 from tests.simulation.campaign import coverage_table, waivers
 from tests.simulation.model import Hint, WorldConfig
 from tests.simulation.mutations import MUTATIONS, QUICK, Mutation, caught_after
@@ -45,6 +46,30 @@ def test_a_swarm_replays_exactly_and_a_left_out_strike_leaves_the_others_as_they
     without.play()
     struck = [line for line in without.trace if "strike" in line]
     assert len(struck) <= 1
+
+
+def test_what_a_replicator_remembers_is_what_it_would_compute_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aim, word, and what targets need are kept until something changes of which they follow."""
+    validate, compared = Replicator._validate, Counter[str]()
+
+    def compare(self: Replicator) -> None:
+        validate(self)
+        copies, agreed = self._copies, self._agreed
+        assert self.word == self._promisable()
+        for target in copies.targets:
+            missing, target._missing_of = target._needed(), None
+            assert missing == target._needed()
+        if agreed is not None and self._settled == self._facts():
+            compared["settled"] += 1
+            stood = copies.aim, copies.blocked
+            copies.take_aim(agreed.floor, agreed.horizon, [target.copies for target in self._counted()])
+            assert stood == (copies.aim, copies.blocked)
+            assert self._promisable().last <= copies.vouched
+
+    monkeypatch.setattr(Replicator, "_validate", compare)
+    for seed in range(4):
+        play_swarm(seed)
+    assert compared["settled"] > 100
 
 
 def test_a_failing_seed_is_made_small() -> None:

@@ -406,6 +406,10 @@ class Sources:
         the others in turn.
         """
         home = self._homes.get(rank)
+        if len(copies) == 1:
+            if self._known[copies[0][0]].node != home:
+                self._charge(rank, copies[0])
+            return SnapshotToLoad(record_of(copies[0], self._known), (self._source(copies[0]),))
         near = [copy for copy in copies if self._known[copy[0]].node == home]
         far = [copy for copy in copies if self._known[copy[0]].node != home]
         turn = rank % len(far) if far else 0

@@ -12,9 +12,10 @@ roll on. (A run of one rank needs no common start, so its ring has no aim.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from ckptd.core.replication.replicas import spanning_suffix
+from ckptd.core.replication.replicas import spanning_suffix, suffix_ends
 from ckptd.core.slots.ring import Suffix, chain_from, newest_by_iteration
 from ckptd.core.slots.slots import Joined, SlotRecord, SnapshotKey, epoch_table, key_of
 
@@ -53,6 +54,7 @@ class Copies:
         vouched: the newest end that this rank has promised in this epoch. Other nodes may know a floor
             there before this one does.
         blocked: a target does not take what the aim needs, and that promise forbids a shorter aim.
+        version: another one whenever what is held here or on a target may be another, or who counts.
 
     Args:
         aim: that of the daemon before this one, in this epoch; other ranks may count on it.
@@ -65,6 +67,7 @@ class Copies:
         self.keeps_aim = False
         self.vouched = aim.last
         self.blocked = False
+        self.version = 0
         self.independent = independent
         self.targets: list[TargetCopies] = []
         self.known: dict[SnapshotKey, SlotRecord] = {}  # what the ring or a target holds
@@ -76,6 +79,7 @@ class Copies:
         self._epochs: dict[int, int] = {}
         self._joined: dict[int, int] = {}
         self._own_ends: list[int] | None = None  # None: not computed yet
+        self._local_keys: AbstractSet[SnapshotKey] = frozenset()
         self._table: tuple[SlotRecord, ...] = ()  # as it was told last
         self._whole: dict[int, bool] = {}  # by end: what `holds` found in this table
 
@@ -98,6 +102,7 @@ class Copies:
             return
         if num_operators != self._num_operators:  # what targets hold is of other operators
             self._num_operators = num_operators
+            self.version += 1
             self.known.clear()
             for target in self.targets:
                 target.held.clear()
@@ -123,11 +128,16 @@ class Copies:
         """The complete suffix that ends at ``end``, else the newest one."""
         return spanning_suffix(table, self._num_operators, self._span, end=end)
 
+    def ends_in(self, table: Table, end: int) -> bool:
+        """Whether a complete suffix ends there."""
+        return suffix_ends(table, self._num_operators, self._span, end)
+
     def table_of(self, held: Iterable[SnapshotKey]) -> Table:
         """These snapshots by iteration, as far as they count."""
         return newest_by_iteration((self.known[key] for key in held if key in self.known), self._epochs)
 
     def _set_local(self, records: Iterable[SlotRecord]) -> None:
+        self.version += 1
         self._table = table = tuple(records)
         self.num_slots = max(self.num_slots, len(table))
         self._epochs = epoch_table(table, self._joined)
@@ -135,6 +145,7 @@ class Copies:
         self._own_ends = None
         self._whole.clear()
         local = {key_of(record): record for record in self.local.values()}
+        self._local_keys = local.keys()
         self.known.update(local)
         for target in self.targets:
             target.recount()
@@ -182,14 +193,14 @@ class Copies:
         self._least_end = max(floor, horizon)
         usable = self.usable(counted)
         whole = self.aim.last >= 0 and self.holds(self.aim.last)
-        if whole and counted and self.suffix(usable, self.aim.last) is None:
+        if whole and counted and not self.ends_in(usable, self.aim.last):
             promised = max(floor, self.in_aim(counted).last, min(self.vouched, self.aim.last))
             self.aim = Interval(self.aim.first, promised)
             whole = self.aim.last >= 0
         ends = self._ends() if len(usable) == len(self.local) else self._count_ends(usable)
         to_arrive = self.aim.first < 0 and (not ends or ends[-1] < self.aim.last)
         stands = (whole or to_arrive) and self.aim.last > floor and self.aim.last >= horizon
-        untaken = stands and whole and self.suffix(usable, self.aim.last) is None
+        untaken = stands and whole and not self.ends_in(usable, self.aim.last)
         self.blocked = untaken and self.in_aim(counted).last < self.aim.last
         if stands:
             return
@@ -210,7 +221,9 @@ class Copies:
         ours = self._own_ends_in_aim()
         if not ours:
             return Interval(self.aim.first, -1)
-        theirs = [all(target.holds(end) for target in targets) for end in ours]
+        theirs = [True] * len(ours)
+        for target in targets:
+            theirs = [held and target.holds(end) for held, end in zip(theirs, ours, strict=True)]
         if not any(theirs):
             return Interval(ours[-1], -1)
         newest = theirs.index(True)
@@ -220,7 +233,7 @@ class Copies:
     def holds(self, end: int) -> bool:
         """Whether the ring holds the suffix that ends there."""
         if end not in self._whole:
-            self._whole[end] = self.suffix(self.local, end) is not None
+            self._whole[end] = self.ends_in(self.local, end)
         return self._whole[end]
 
     @property
@@ -269,9 +282,12 @@ class TargetCopies:
         self.run = NO_INTERVAL
         self._planned = False  # `_next` is up to date
         self._next: SlotRecord | None = None
+        self._missing: list[SlotRecord] = []  # as `_needed`
+        self._missing_of: tuple[int, Interval, tuple[int, int], bool] | None = None  # from what it follows
         self._table: Table | None = None  # None: not computed yet
         self._whole: dict[int, bool] = {}  # by end: what `holds` found in this table
         copies.targets.append(self)
+        copies.version += 1
 
     def believe(self, generation: int, held: Iterable[SlotRecord]) -> None:
         """Replace what the target holds of a generation by what it reported."""
@@ -290,7 +306,12 @@ class TargetCopies:
     def skip(self, key: SnapshotKey) -> None:
         """The target does not take this snapshot."""
         self.skipped.add(key)
+        self._copies.version += 1
         self.replan()
+
+    def counts_otherwise(self) -> None:
+        """The target counts, or does not count any more."""
+        self._copies.version += 1
 
     def forget(self) -> None:
         """Believe nothing of the target any more."""
@@ -299,6 +320,7 @@ class TargetCopies:
         self.opened.clear()
         self.run = NO_INTERVAL
         self._table = None
+        self._copies.version += 1
         self.replan()
 
     def here(self, record: SlotRecord) -> SlotRecord | None:
@@ -320,8 +342,10 @@ class TargetCopies:
             return
         found = self._copies.suffix(table)
         kept = set() if found is None else set(map(key_of, found.records))
-        self.held = {k for k in self.held if k.iteration <= record.iteration or k in kept}
-        self._table = None
+        left = {k for k in self.held if k.iteration <= record.iteration or k in kept}
+        if len(left) < len(self.held):
+            self.held, self._table = left, None
+            self._copies.version += 1
         self.replan()
 
     def doubt_all(self) -> None:
@@ -338,6 +362,7 @@ class TargetCopies:
         """Compute `run` anew, and forget what no promise needs."""
         self._table = None
         self.replan()
+        self._copies.version += 1
         copies, table = self._copies, self.table()
         found = copies.suffix(table)
         keep: set[SnapshotKey] = set()
@@ -350,9 +375,10 @@ class TargetCopies:
         else:
             keep.update(map(key_of, found.records))
             self.run = self._run_up_to(found.end, table)
-        local = set(map(key_of, copies.local.values()))
-        self.held = {key for key in self.held if key in local or key in keep}
-        self._table = None
+        local = copies._local_keys
+        left = {key for key in self.held if key in local or key in keep}
+        if len(left) < len(self.held):
+            self.held, self._table = left, None
 
     def replan(self) -> None:
         """What follows next may have changed."""
@@ -368,15 +394,15 @@ class TargetCopies:
         """Whether it holds the suffix that ends there."""
         table = self.table()
         if end not in self._whole:
-            self._whole[end] = self._copies.suffix(table, end) is not None
+            self._whole[end] = self._copies.ends_in(table, end)
         return self._whole[end]
 
     def next_to_send(self) -> SlotRecord | None:
         """The snapshot to send next; None if the target has everything."""
         if not self._planned:
-            passed = self.held | self.skipped
             self._planned = True
-            self._next = next((r for r in self._needed() if key_of(r) not in passed), None)
+            needed = self._needed()
+            self._next = next((r for r in needed if key_of(r) not in self.skipped), None)
         return self._next
 
     def lag(self) -> Lag:
@@ -384,7 +410,7 @@ class TargetCopies:
         local = self._copies.local
         if not local:
             return Lag(0, 0)
-        missing = [r for r in self._needed() if key_of(r) not in self.held]
+        missing = self._needed()
         last = self.run.last if self.run.last >= 0 else min(local) - 1
         return Lag(max(0, max(local) - last), sum(r.image_len for r in missing))
 
@@ -392,7 +418,7 @@ class TargetCopies:
         """Walk back from the newest complete end for as long as every snapshot is one."""
         first = end
         for record in chain_from(table[end], table):
-            if self._copies.suffix(table, record.iteration) is None:
+            if not self.holds(record.iteration):
                 break
             first = record.iteration
             if 0 <= first == self.run.last:
@@ -400,6 +426,15 @@ class TargetCopies:
         return Interval(first, end)
 
     def _needed(self) -> list[SlotRecord]:
+        """Of the local snapshots that bring the target up to date, those that it does not hold, in order."""
+        copies = self._copies
+        follows = copies.version, copies.aim, copies.aim_ends, copies.keeps_aim
+        if follows != self._missing_of:
+            self._missing = [record for record in self._up_to_date() if key_of(record) not in self.held]
+            self._missing_of = follows
+        return self._missing
+
+    def _up_to_date(self) -> list[SlotRecord]:
         """The local snapshots, in order, that bring the target up to date.
 
         It continues where the target is, if the next snapshot is still in the ring. Otherwise it begins

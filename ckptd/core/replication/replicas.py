@@ -42,6 +42,7 @@ __all__ = [
     "removable",
     "spanning_suffix",
     "stale_slots",
+    "suffix_ends",
 ]
 
 Key = tuple[int, int]
@@ -225,6 +226,12 @@ def spanning_suffix(
                 text = f"iterations {records[0].iteration} to {iteration} anchor every operator"
                 return Suffix(records, records[0].iteration, iteration, text)
     return None
+
+
+def suffix_ends(newest: Mapping[int, SlotRecord], num_operators: int, span: int, end: int) -> bool:
+    """Whether there is a suffix, as of `spanning_suffix`, that ends at ``end``."""
+    last = newest.get(end)
+    return last is not None and complete_chain(last, newest, num_operators, span) is not None
 
 
 def _sealed(records: Iterable[SlotRecord]) -> Iterator[SlotRecord]:

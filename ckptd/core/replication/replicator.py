@@ -18,7 +18,6 @@ The shell guarantees:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from ckptd.core.replication.copies import NO_INTERVAL, Copies, Interval, Lag, TargetCopies
@@ -38,10 +37,12 @@ from ckptd.core.replication.target import (
     Turn,
     put_not_begun,
 )
-from ckptd.core.slots.slots import Joined, Tick
+from ckptd.core.slots.slots import Joined, SnapshotKey, Tick
 from ckptd.core.state_machine import validated
 
 __all__ = ["Replicator"]
+
+_Facts = tuple[int, Agreed | None, bool]  # see `Replicator._facts`
 
 
 class Replicator:
@@ -65,7 +66,11 @@ class Replicator:
         self._turn = Turn()
         self._agreed: Agreed | None = None
         self._missing = False
-        self._word: Interval | None = None  # None: not computed since the last event
+        self._word: Interval | None = None  # None: not computed since something changed
+        self._word_of: _Facts | None = None
+        self._settled: _Facts | None = (
+            None  # of these the aim is known, and computing it again changes nothing
+        )
 
     @validated
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
@@ -93,14 +98,16 @@ class Replicator:
         self._take_aim()
         for target in self._targets.values():
             target.advance()
-        self._word = None
+        facts = self._facts()
+        if facts != self._word_of:
+            self._word, self._word_of = None, facts
         return self._turn.effects
 
     @property
     def wake_at_s(self) -> float | None:
         """When the next `Tick` is due; None: not before an event."""
-        times = (target.wake_at_s for target in self._targets.values())
-        return min((time for time in times if time is not None), default=None)
+        times = [target.wake_at_s for target in self._targets.values()]
+        return min([time for time in times if time is not None], default=None)
 
     # -- what the rank promises ----------------------------------------------------------------------
 
@@ -219,14 +226,28 @@ class Replicator:
     def _take_aim(self) -> None:
         if self._agreed is None:
             return
+        facts = self._facts()
+        if facts == self._settled:
+            return  # most events change nothing of what an aim follows from
         copies, kept, before = self._copies, self._copies.keeps_aim, self._copies.aim
+        stood = before, copies.blocked, copies.vouched
         copies.keeps_aim = True
         counted = [target.copies for target in self._counted()]
         copies.take_aim(self._agreed.floor, self._agreed.horizon, counted)
         if not kept or copies.aim != before:
             for target in copies.targets:
                 target.replan()
-        copies.vouched = max(copies.vouched, self._promisable().last)
+        word = self._promisable()
+        copies.vouched = max(copies.vouched, word.last)
+        if kept and stood == (copies.aim, copies.blocked, copies.vouched):
+            self._settled = self._word_of = facts
+            self._word = word
+        else:
+            self._settled = self._word_of = None
+
+    def _facts(self) -> _Facts:
+        """What the aim and the word follow from, besides what they were before."""
+        return self._copies.version, self._agreed, self._missing
 
     def _counted(self) -> list[ReplicationTarget]:
         return [target for target in self._targets.values() if target.counted]
@@ -234,7 +255,10 @@ class Replicator:
     def _validate(self) -> None:
         """A slot is held exactly while a target may read it."""
         targets = self._targets.values()
-        read = Counter(target.read_key for target in targets if target.read_key is not None)
+        read: dict[SnapshotKey, int] = {}
+        for target in targets:
+            if (key := target.read_key) is not None:
+                read[key] = read.get(key, 0) + 1
         assert self._turn.readers == read, f"held for {self._turn.readers}, read for {read}"
         for target in targets:
             target.validate()

@@ -477,6 +477,7 @@ class ReplicationTarget:
         """The placement names it again, while its last put is being cancelled."""
         if not self.wanted:
             self.wanted, self._since_s = True, self._turn.now_s
+            self.copies.counts_otherwise()
 
     def drop(self) -> None:
         """The placement does not name it any more."""
@@ -666,6 +667,7 @@ class ReplicationTarget:
         if not self._alive:
             self._alive, self._since_s, self._reason = True, self._turn.now_s, ""
             self.no_memory = self._stalled = False
+            self.copies.counts_otherwise()
 
     def _check_time(self) -> None:
         """Give up a request that stays unanswered; stop counting a target that makes no progress."""
@@ -674,7 +676,7 @@ class ReplicationTarget:
             self._reopen(f"no answer for {waited_s:.1f} s while {self.phase}")
         quiet_s = self._turn.now_s - self._since_s
         too_quiet = quiet_s >= self._config.stalled_s
-        if self.counted and too_quiet and self.copies.next_to_send() is not None:
+        if too_quiet and self.counted and self.copies.next_to_send() is not None:
             self._stalled = True
             self.copies.doubt_all()
             text = f"{self.node} sealed nothing for {quiet_s:.0f} s ({self._reason or 'slow'})"
