@@ -190,12 +190,19 @@ def build_catalog(
     Args:
         known_epochs: histories that the caller knows: epoch_start by epoch.
     """
+    return _catalog(_found_in(listing, job, run), job, run, dict(known_epochs or {}))
+
+
+def _found_in(listing: Iterable[ObjectInfo], job: str, run: str) -> _Found:
     prefix = run_prefix(job, run)
     found = _Found()
     for info in listing:
         if info.key.startswith(prefix):
             found.add(info)
-    known = dict(known_epochs or {})
+    return found
+
+
+def _catalog(found: _Found, job: str, run: str, known: Mapping[int, int]) -> Catalog:
     epochs = _epochs(found.manifests, known)
     return Catalog(
         job,
@@ -353,8 +360,5 @@ def _may_replace(newer: CheckpointId, older: CheckpointId) -> bool:
 
 def see(listing: Iterable[ObjectInfo], job: str, run: str, *, known_epochs: Mapping[int, int]) -> Views:
     """Both views of one listing; ``known_epochs`` as in `build_catalog`, the writer's own among them."""
-    infos = list(listing)
-    return Views(
-        build_catalog(infos, job, run),
-        build_catalog(infos, job, run, known_epochs=known_epochs),
-    )
+    found = _found_in(listing, job, run)  # once: a listing of a run has thousands of names
+    return Views(_catalog(found, job, run, {}), _catalog(found, job, run, dict(known_epochs)))

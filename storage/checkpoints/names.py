@@ -175,6 +175,7 @@ class IncarnationName(NamedTuple):
 StoredName = RunName | ObjectName | ManifestName | PinName | IncarnationName
 
 
+@lru_cache(maxsize=4096)  # a keeper lists the same keys again and again
 def parse(key: str) -> StoredName | None:
     """The name that ``key`` spells; None if ckptd does not write such keys."""
     if key.endswith(".safetensors"):

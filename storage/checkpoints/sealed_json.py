@@ -39,6 +39,7 @@ MAX_TEXT = 256
 
 _T = TypeVar("_T")
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # created once: json.dumps creates one per call
+_quoted = json.encoder.encode_basestring_ascii
 _TAIL = re.compile(rb' "digest": "([0-9a-f]{32})"\n\}\n')
 _TAIL_BYTES = len(' "digest": ""\n}\n') + 32
 
@@ -96,9 +97,13 @@ def in_range(what: str, value: int, least: int, most: int) -> None:
 
 
 def _text(value: object, depth: int) -> str:
+    if type(value) is int:  # most values are numbers and texts: no encoder is made for each
+        return str(value)
+    if isinstance(value, str):
+        return _quoted(value)
     pad, end = "\n" + " " * depth, "\n" + " " * (depth - 1)
     if isinstance(value, Mapping) and value:
-        lines = [f"{pad}{json.dumps(key)}: {_text(item, depth + 1)}" for key, item in value.items()]
+        lines = [f"{pad}{_quoted(key)}: {_text(item, depth + 1)}" for key, item in value.items()]
         return "{" + ",".join(lines) + end + "}"
     if isinstance(value, list) and value and isinstance(value[0], list | Mapping):
         lines = [f"{pad}{_text(item, depth + 1)}" for item in value]
