@@ -24,11 +24,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.core.recovery.held import HeldRecords, history_of
-from ckptd.core.replication.replicas import spanning_suffix
+from ckptd.core.replication.replicas import suffix_ends
 from ckptd.core.slots.ring import newest_by_iteration
+from ckptd.core.slots.slots import SlotRecord
 from tests.simulation.model import (
     Announced,
     Content,
@@ -45,6 +48,42 @@ __all__ = ["Checks"]
 
 _CHECKED = 0.3  # of the changes: the rest is seen at the next one, as a rule
 _VOUCHED_MAX = 64
+
+
+class _Table(NamedTuple):
+    """What a node has of a rank; ``ends``: whether a suffix ends there."""
+
+    memory: list[tuple[SlotRecord, ...]]
+    epochs: dict[int, int]
+    newest: dict[int, SlotRecord]
+    ends: dict[int, bool]
+
+
+_Intact = tuple[  # as a `_Table`, and which slots are rotten
+    list[tuple[SlotRecord, ...]], list[list[bool]], dict[int, int], dict[int, SlotRecord]
+]
+
+
+class _Shown(NamedTuple):
+    """What a start sees on one node."""
+
+    memory: list[tuple[Segment, tuple[SlotRecord, ...]]]
+    epochs: list[tuple[int, int, int]]
+    names: frozenset[str]
+    lost: bool
+    held: list[HeldRecords]
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a start sees on some nodes, and the plan that follows."""
+
+    shown: list[_Shown]
+    of: list[int]  # which objects these are
+    held: list[HeldRecords]
+    begun: dict[int, int]
+    others: set[int]
+    plan: RecoveryPlan | NoRecovery | None = None
 
 
 class Checks(Network):
@@ -69,6 +108,10 @@ class Checks(Network):
         self.changed = True
         self.any_rot = False
         self.found: dict[tuple[str, int, int, bool], bool] = {}  # what `holds` found after this event
+        self._tables: dict[tuple[str, int, bool], _Table] = {}
+        self._intact: dict[tuple[str, int], _Intact] = {}
+        self._shown: dict[str, _Shown] = {}
+        self._told: dict[tuple[str, ...], _Told] = {}
 
     # What was said.
 
@@ -95,8 +138,9 @@ class Checks(Network):
 
     def _covers(self, said: Vouched, floor: int) -> bool:
         """Whether it was said of this floor, in the live history, and that goes on from there or later."""
-        left = any(e > said.epoch and start < floor for e, start in self.epochs.items())
-        return said.epoch in self.epochs and said.first <= floor <= said.last and not left
+        if not said.first <= floor <= said.last or said.epoch not in self.epochs:
+            return False
+        return not any(e > said.epoch and start < floor for e, start in self.epochs.items())
 
     def drawn_away(self, others: Collection[int]) -> bool:
         """Whether another history counts than the live one.
@@ -144,54 +188,77 @@ class Checks(Network):
         found = [s for s in node.segments.values() if s.own and s.rank == rank]
         return sorted(found, key=lambda s: s.generation)
 
-    def holdings(self, without: Collection[str] = ()) -> list[HeldRecords]:
-        return [
-            HeldRecords(
-                name,
-                segment.name,
-                segment.own,
-                segment.rank,
-                segment.num_operators,
-                "ops",
-                128,
-                tuple([r for r in segment.records if r.sealed]),
-            )
-            for name, node in sorted(self.nodes.items())
-            if node.up and name not in without
-            for segment in node.segments.values()
-        ]
+    def _shown_by(self, name: str) -> _Shown:
+        """What a start sees on one node: the same object for as long as nothing of it changes."""
+        node, known = self.nodes[name], self._shown.get(name)
+        memory = [(segment, segment.sealed) for segment in node.segments.values()]
+        epochs = [(epoch, *told) for epoch, told in node.record.epochs.items()]
+        names, lost = frozenset(node.record.names), node.record.lost
+        if known is not None and known.memory == memory:
+            if known.epochs == epochs and known.names == names and known.lost == lost:
+                return known
+            held = known.held
+        else:
+            held = [
+                HeldRecords(name, s.name, s.own, s.rank, s.num_operators, "ops", 128, s.sealed)
+                for s in node.segments.values()
+            ]
+        self._shown[name] = _Shown(memory, epochs, names, lost, held)
+        return self._shown[name]
+
+    def _seen_without(self, without: Collection[str]) -> _Told:
+        answer = tuple([name for name in sorted(self.nodes) if self.nodes[name].up and name not in without])
+        shown = [self._shown_by(name) for name in answer]
+        known = self._told.get(answer)
+        if known is not None and known.of == [*map(id, shown)]:
+            return known
+        held = [each for node in shown for each in node.held]
+        epochs = [each for node in shown for each in node.epochs]
+        names = {name for node in shown for name in node.names}
+        whole = names.issubset(answer) and not any(node.lost for node in shown)
+        history = history_of(held, epochs, complete=whole)
+        told = _Told(
+            shown, [*map(id, shown)], list(history.held(held)), dict(history.begun), set(history.others)
+        )
+        self._told[answer] = told
+        return told
 
     def told(self, without: Collection[str] = ()) -> tuple[list[HeldRecords], dict[int, int], set[int]]:
         """What a start sees: what is held of the newest history, where its epochs began, and the
         epochs of others.
         """
-        held = self.holdings(without)
-        epochs = [
-            (epoch, start, before)
-            for name, node in self.nodes.items()
-            if node.up and name not in without
-            for epoch, (start, before) in node.record.epochs.items()
-        ]
-        answer = {name for name, node in self.nodes.items() if node.up and name not in without}
-        known = {name for each in answer for name in self.nodes[each].record.names}
-        whole = known <= answer and not any(self.nodes[name].record.lost for name in answer)
-        history = history_of(held, epochs, complete=whole)
-        return list(history.held(held)), dict(history.begun), set(history.others)
+        told = self._seen_without(without)
+        return told.held, told.begun, told.others
+
+    def plan_without(self, without: Collection[str]) -> tuple[RecoveryPlan | NoRecovery, set[int]]:
+        """The plan of a start without these nodes, and the epochs of other histories."""
+        told = self._seen_without(without)
+        if told.plan is None:
+            told.plan = plan_recovery(told.held, len(self.homes), epochs=told.begun)
+        return told.plan, told.others
 
     def holds(self, name: str, rank: int, end: int, *, own: bool) -> bool:
         """Whether the suffix of the rank that ends there is on the node."""
         key = name, rank, end, own
         if key not in self.found:
-            records = [
-                slot.record
-                for segment in self.nodes[name].segments.values()
-                if segment.rank == rank and segment.own is own
-                for slot in segment.slots
-            ]
-            newest = newest_by_iteration(records, self.epochs)
-            window = self.trainers[rank].window
-            self.found[key] = spanning_suffix(newest, window, self.span, end=end) is not None
+            table = self._table(name, rank, own)
+            if end not in table.ends:
+                window = self.trainers[rank].window
+                table.ends[end] = suffix_ends(table.newest, window, self.span, end)
+            self.found[key] = table.ends[end]
         return self.found[key]
+
+    def _table(self, name: str, rank: int, own: bool) -> _Table:
+        """What a node has of a rank, and what is known of that."""
+        segments = self.nodes[name].segments.values()
+        memory = [s.records for s in segments if s.rank == rank and s.own is own]
+        known = self._tables.get((name, rank, own))
+        if known is not None and known.epochs is self.epochs and known.memory == memory:
+            return known
+        records = [record for of_segment in memory for record in of_segment]
+        known = _Table(memory, self.epochs, newest_by_iteration(records, self.epochs), {})
+        self._tables[name, rank, own] = known
+        return known
 
     def holds_intact(self, name: str, rank: int, end: int) -> bool:
         """Whether a suffix of it is there that a recovery could use."""
@@ -199,14 +266,15 @@ class Checks(Network):
             return False
         if not self.any_rot:
             return True
-        records = [
-            slot.record
-            for segment in self.nodes[name].segments.values()
-            for slot in segment.slots
-            if segment.rank == rank and not slot.rotten
-        ]
-        newest = newest_by_iteration(records, self.epochs)
-        return spanning_suffix(newest, self.trainers[rank].window, self.span, end=end) is not None
+        segments = [s for s in self.nodes[name].segments.values() if s.rank == rank]
+        memory = [s.records for s in segments]
+        rotten = [[slot.rotten for slot in s.slots] for s in segments]
+        known = self._intact.get((name, rank))
+        if known is None or known[0] != memory or known[1] != rotten or known[2] is not self.epochs:
+            slots = [slot for s in segments for slot in s.slots]
+            newest = newest_by_iteration([s.record for s in slots if not s.rotten], self.epochs)
+            known = self._intact[name, rank] = memory, rotten, self.epochs, newest
+        return suffix_ends(known[3], self.trainers[rank].window, self.span, end)
 
     def stands(self, holder: Holder) -> bool:
         """Whether the memory of then still exists."""
@@ -233,8 +301,7 @@ class Checks(Network):
         if self.announced is not None and self.rng.random() < _CHECKED:
             lost = self.rng.sample(sorted(self.nodes), self.rng.randint(0, self.replicas))
             lost += self.cut
-            held, begun, others = self.told(lost)
-            plan = plan_recovery(held, len(self.homes), epochs=begun)
+            plan, others = self.plan_without(lost)
             self.check_promise(lost, plan, others)
             if isinstance(plan, RecoveryPlan):
                 self.check_plan(plan)
@@ -310,10 +377,9 @@ class Checks(Network):
         if self.known_floor() >= tip.end:
             self.tip = None
         elif all(self.stands(home) and home.node not in self.cut for home in tip.homes):
-            held, begun, others = self.told(self.cut)
+            plan, others = self.plan_without(self.cut)
             if self.drawn_away(others):
                 return
-            plan = plan_recovery(held, len(self.homes), epochs=begun)
             homes = self.homes.items()
             if self.any_rot and not all(self.holds_intact(home, r, tip.end) for r, home in homes):
                 self.seen["waived: rot"] += 1
@@ -336,8 +402,7 @@ class Checks(Network):
                 self.seen["losses asked"] += 1
             if not node.up or not lacking:
                 continue
-            held, begun, others = self.told([lost])
-            plan = plan_recovery(held, len(self.homes), epochs=begun)
+            plan, others = self.plan_without([lost])
             if isinstance(plan, RecoveryPlan) and plan.end >= floor and not self.any_rot:
                 continue
             for rank in lacking:

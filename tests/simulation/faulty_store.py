@@ -22,6 +22,7 @@ from ckptd.storage.stores.objects import (
     StoreRefused,
     Throttled,
     Unavailable,
+    check_prefix,
 )
 from tests.simulation.played_threads import Threads
 from tests.storage.memory_store import SECOND_NS, MemoryStore
@@ -64,6 +65,12 @@ class Bucket(MemoryStore):
         self.threads, self.watcher, self.rng = threads, watcher, rng
         self.trouble = Trouble()
         self.at_next: list[Callable[[], None]] = []  # what happens at the next request
+        self.infos: dict[str, ObjectInfo] = {}  # of all objects, in the order of `objects`
+        self.version = 0  # another one after each change
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        yield from [info for key, info in self.infos.items() if key.startswith(prefix)]
 
     def time_ns(self) -> int:
         """By the store's clock; in whole seconds, as S3 tells it."""
@@ -71,7 +78,8 @@ class Bucket(MemoryStore):
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
         before, self.now_ns = self.objects.get(key), self.time_ns()
-        info = super().put(key, parts, if_absent=if_absent)
+        info = self.infos[key] = super().put(key, parts, if_absent=if_absent)
+        self.version += 1
         unlike = before is not None and before != self.objects[key]
         assert not unlike, f"(s1) {key} stands for two contents"
         self.watcher.stored(key)
@@ -80,6 +88,9 @@ class Bucket(MemoryStore):
     def delete(self, keys: Sequence[str]) -> None:
         there = [key for key in keys if key in self.objects]
         super().delete(there)
+        self.version += 1
+        for key in there:
+            self.infos.pop(key, None)
         self.watcher.deleted(there)
 
 
@@ -94,10 +105,6 @@ class StoreClient:
     def __init__(self, bucket: Bucket, own: Callable[[], Trouble], die: Callable[[], None]) -> None:
         self._bucket, self._trouble, self._die = bucket, own, die
         self._rng = bucket.rng
-
-    @property
-    def _own(self) -> Trouble:
-        return self._trouble()
 
     @property
     def facts(self) -> StoreFacts:
@@ -117,8 +124,18 @@ class StoreClient:
         return self._request(key, lambda: self._bucket.info(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        before = {info.key: info for info in self._request(prefix, lambda: [*self._bucket.list(prefix)])}
+        listed, version = self._request(prefix, lambda: ([*self._bucket.list(prefix)], self._bucket.version))
         self._wait()
+        shown = listed if self._bucket.version == version else [*self._shown(listed, prefix)]
+        self._rng.shuffle(shown)
+        torn = self._rng.random() < self._share("torn")
+        yield from shown[: self._rng.randrange(len(shown) + 1)] if torn else shown
+        if torn:
+            raise Unavailable(prefix, "the listing broke off")
+
+    def _shown(self, listed: Sequence[ObjectInfo], prefix: str) -> Sequence[ObjectInfo]:
+        """What a listing shows if it began with ``listed``, and something changed meanwhile."""
+        before = {info.key: info for info in listed}
         after = {info.key: info for info in self._bucket.list(prefix)}
         shown = []
         for key in dict.fromkeys([*before, *after]):
@@ -126,11 +143,7 @@ class StoreClient:
             info = old if old == new or self._rng.random() < 0.5 else new
             if info is not None:
                 shown.append(info)
-        self._rng.shuffle(shown)
-        torn = self._rng.random() < self._share("torn")
-        yield from shown[: self._rng.randrange(len(shown) + 1)] if torn else shown
-        if torn:
-            raise Unavailable(prefix, "the listing broke off")
+        return shown
 
     def delete(self, keys: Sequence[str]) -> None:
         some = [key for key in keys if self._rng.random() < 0.5] if self._torn() else keys
@@ -146,8 +159,8 @@ class StoreClient:
 
     def _dies(self) -> bool:
         """Whether this request is the last one of the process."""
-        left, own = self._own.dies_in, self._own
-        own.dies_in = max(0, left - 1)
+        own = self._trouble()
+        left, own.dies_in = own.dies_in, max(0, own.dies_in - 1)
         return left == 1
 
     def _end(self) -> None:
@@ -158,7 +171,7 @@ class StoreClient:
         return self._rng.random() < self._share("torn")
 
     def _share(self, what: str) -> float:
-        return float(max(getattr(self._own, what), getattr(self._bucket.trouble, what)))
+        return float(max(getattr(self._trouble(), what), getattr(self._bucket.trouble, what)))
 
     def _wait(self, most_s: float = _MOST_S / 4) -> None:
         slow_s = min(self._share("slow_s"), most_s)

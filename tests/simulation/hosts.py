@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptd.core.replication import target as rep
 from ckptd.core.replication.replicas import Deny, Promise, admit, promised, removable, stale_slots
-from ckptd.core.slots.slots import SlotRecord, SlotState, SnapshotKey, epoch_table, is_stale
+from ckptd.core.slots.slots import SlotRecord, SlotState, SnapshotKey, check_transition, epoch_table, is_stale
 from tests.simulation.checks import Checks
 from tests.simulation.model import (
     JOB,
@@ -55,7 +55,7 @@ class Hosts(Checks):
             wide = [self._make_ring(node, source, num_slots, len(rings))]
             rings += wide
         number = self._lease(daemon, at, peer, boot, wide[-1], rings)
-        held = tuple(r for ring in rings for r in ring.records if r.sealed)
+        held = tuple([r for ring in rings for r in ring.sealed])
         return rep.TargetOpened(at, source.generation, number, held, f"{daemon.boot}")
 
     def _lease(
@@ -126,8 +126,10 @@ class Hosts(Checks):
             if is_stale(old, known):
                 segment.move(answer.index, SlotState.FREE)
         state = segment.slots[answer.index].record.state
-        segment.slots[answer.index] = Slot(replace(record, index=answer.index, state=state), TORN)
-        segment.move(answer.index, SlotState.FILLING)
+        check_transition(state, SlotState.FILLING)
+        filling_record = replace(record, index=answer.index, state=SlotState.FILLING)
+        segment.slots[answer.index] = Slot(filling_record, TORN)
+        segment.write(answer.index, filling_record)
         ticket = next(self.count)
         daemon.tickets[ticket] = Ticket(found.peer, found.boot, segment, answer.index, lease, record)
         self.local(at, TICKET_S, lambda: self.end_ticket(daemon, ticket))
@@ -162,16 +164,10 @@ class Hosts(Checks):
 
     # Replicas that lie beside one another.
 
-    def group(self, node: Node, rank: int) -> dict[str, list[SlotRecord]]:
+    def group(self, node: Node, rank: int) -> dict[str, tuple[SlotRecord, ...]]:
         """A rank's replicas, each with a number of its own in place of its generation."""
         segments = [s for s in node.segments.values() if s.rank == rank and not s.own]
-        return {
-            segment.name: [
-                record if record.generation == number else replace(record, generation=number)
-                for record in segment.records
-            ]
-            for number, segment in enumerate(segments)
-        }
+        return {segment.name: segment.numbered(number) for number, segment in enumerate(segments)}
 
     def beside(self, node: Node, segment: Segment) -> tuple[int, list[SlotRecord]]:
         group = self.group(node, segment.rank)

@@ -15,6 +15,9 @@ from tests.simulation.model import DEADLINE_S, Daemon, DaemonDied, Node, WorldCo
 __all__ = ["Network"]
 
 
+_died = contextlib.suppress(DaemonDied)  # one for all events: it has no state
+
+
 class Network:
     """The clock, the machines, and what connects them."""
 
@@ -83,7 +86,7 @@ class Network:
     def run_until(self, end_s: float) -> None:
         while self.queue and self.queue[0][0] <= end_s:
             self.now_s, _, what = heapq.heappop(self.queue)
-            with contextlib.suppress(DaemonDied):
+            with _died:
                 what()
             self.watch()
         self.now_s = end_s

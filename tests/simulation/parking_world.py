@@ -38,7 +38,7 @@ __all__ = ["ParkingWorld", "play_parking"]
 _LENGTH = 26  # iterations
 _FAILS = 0.13  # how often the job is cut off in an iteration
 _TORN = State((-1,), -1)
-_GONE = SlotRecord(0, 0, SlotState.FREE)
+_GONE = [SlotRecord(0, index, SlotState.FREE) for index in range(64)]
 
 
 @dataclass
@@ -52,14 +52,14 @@ class Segment:
 
     def __init__(self, rank: int, num_slots: int, num_operators: int) -> None:
         self.rank, self.generation, self._next = rank, 0, 0
-        self.slots = [_Slot(replace(_GONE, index=i), None) for i in range(num_slots)]
+        self.slots = [_Slot(record, None) for record in _GONE[:num_slots]]
         self.descriptor = SimpleNamespace(num_operators=num_operators)
 
     def records(self) -> list[SlotRecord]:
         return [slot.record for slot in self.slots]
 
     def free_slot(self, index: int) -> None:
-        self.slots[index] = _Slot(replace(_GONE, index=index), None)
+        self.slots[index] = _Slot(_GONE[index], None)
 
     def turn(self) -> int:
         self._next += 1
@@ -103,9 +103,12 @@ class ParkingWorld:
     # Memory.
 
     def segment(self, kind: str, machine: str, rank: int, *, own: bool) -> Segment:
-        size = 2 if kind == "parked" else self.shape.window + 4
-        operators = 1 if kind == "log" else self.shape.window
-        return self.memory.setdefault((kind, machine, rank, own), Segment(rank, size, operators))
+        place = kind, machine, rank, own
+        if place not in self.memory:
+            size = 2 if kind == "parked" else self.shape.window + 4
+            operators = 1 if kind == "log" else self.shape.window
+            self.memory[place] = Segment(rank, size, operators)
+        return self.memory[place]
 
     def put(self, segment: Segment, kind: str, index: int, iteration: int, content: Any) -> None:
         """Seal it."""

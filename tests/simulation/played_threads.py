@@ -32,6 +32,9 @@ class Clock(Protocol):
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None: ...
 
+    def skips(self, delay_s: float) -> bool:
+        """Go on to that time, if nothing happens before; whether it did."""
+
 
 class Ended(BaseException):
     """The process of this thread was killed."""
@@ -46,41 +49,74 @@ class Process:
         self.threads: dict[_Thread, None] = {}
 
 
-class _Thread(threading.Thread):
-    def __init__(self, threads: Threads, process: Process, work: Callable[[], object]) -> None:
+class _Worker(threading.Thread):
+    """A thread of the system, for one played thread after another: to begin one costs more than a request."""
+
+    def __init__(self, idle: list[_Worker]) -> None:
         super().__init__(daemon=True)
-        self.process, self._threads, self._work = process, threads, work
+        self._idle = idle
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
-        self.error: BaseException | None = None
-        process.threads[self] = None
+        self.task: Callable[[], None] | None = None
+        self.start()
 
     def run(self) -> None:
         self._go.acquire()
+        while self.task is not None:
+            self.task()
+            self.task = None
+            self._idle.append(self)
+            self.wait()
+
+    def resume(self) -> None:
+        self._go.release()
+        self._back.acquire()
+
+    def wait(self) -> None:
+        self._back.release()
+        self._go.acquire()
+
+    def end(self) -> None:
+        """It has no task, and gets none any more."""
+        self._go.release()
+        self.join()
+
+
+class _Thread:
+    def __init__(self, threads: Threads, process: Process, work: Callable[[], object]) -> None:
+        self.process, self._threads, self._work = process, threads, work
+        self._worker: _Worker | None = None  # None: it has not begun
+        self.error: BaseException | None = None
+        process.threads[self] = None
+
+    def _run(self) -> None:
         try:
-            if self.process.alive:
-                self._work()
+            self._work()
         except Ended:
             pass
         except BaseException as error:  # noqa: BLE001 - it is raised again by `resume`
             self.error = error
         finally:
             self.process.threads.pop(self, None)
-            self._back.release()
 
     def resume(self) -> None:
         """Let it run until it pauses or ends."""
+        if self._worker is None:
+            if not self.process.alive:
+                self.process.threads.pop(self, None)
+                return
+            self._worker = self._threads.worker()
+            self._worker.task = self._run
         before, self._threads.current = self._threads.current, self
-        self._go.release()
-        self._back.acquire()
+        self._worker.resume()
         self._threads.current = before
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        self._back.release()
-        self._go.acquire()
+        assert self._worker is not None
+        self._worker.wait()
 
 
 class Threads:
@@ -89,11 +125,19 @@ class Threads:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.current: _Thread | None = None
+        self._idle: list[_Worker] = []
+
+    def worker(self) -> _Worker:
+        return self._idle.pop() if self._idle else _Worker(self._idle)
+
+    def close(self) -> None:
+        """No thread runs any more."""
+        while self._idle:
+            self._idle.pop().end()
 
     def start(self, process: Process, work: Callable[[], object]) -> None:
         """Soon."""
         thread = _Thread(self, process, work)
-        thread.start()
         self.clock.later(0.0, lambda: self.wake(thread))
 
     def pause(self, seconds: float) -> None:
@@ -102,9 +146,14 @@ class Threads:
         Raises:
             Ended: its process was killed meanwhile.
         """
-        if (thread := self.current) is not None:
-            self.clock.later(seconds, lambda: self.wake(thread))
-            self.wait()
+        if (thread := self.current) is None:
+            return
+        process = thread.process
+        goes_on = process.alive and process.stopped_s <= self.clock.now_s + seconds
+        if goes_on and self.clock.skips(seconds):
+            return  # the world would wake this thread next, so no other one need run meanwhile
+        self.clock.later(seconds, lambda: self.wake(thread))
+        self.wait()
 
     def wait(self) -> None:
         """The thread that is running waits until somebody wakes it; as `pause`."""

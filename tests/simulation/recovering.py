@@ -162,9 +162,7 @@ class Recovering(Training):
             segment = self.reserve(rank, max(self.first_size(rank), len(copies) + 2 + self.slack))
             for index, there in enumerate(copies):
                 segment.slots[index].content = there.content
-                segment.slots[index].record = replace(
-                    there.record, generation=segment.generation, index=index
-                )
+                segment.write(index, replace(there.record, generation=segment.generation, index=index))
                 self.check_copy(segment, index)
         for segment in self.own_segments(rank):
             for slot in segment.slots:

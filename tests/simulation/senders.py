@@ -43,7 +43,7 @@ class Senders(Hosts):
     def slots_of(self, name: str, rank: int) -> rep.Slots:
         """As they are now."""
         mine = [s for s in self.nodes[name].segments.values() if s.own and s.rank == rank]
-        records = tuple(record for s in mine for record in s.records if record.sealed)
+        records = tuple([record for s in mine for record in s.sealed])
         num_slots = len(max(mine, key=lambda s: s.generation).slots) if mine else 0
         return rep.Slots(records, self.trainers[rank].window, num_slots)
 

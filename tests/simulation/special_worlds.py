@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
+from ckptd.core.recovery.global_plan import RecoveryPlan
 from tests.simulation.model import DEADLINE_S, Node, Trainer, WorldConfig
 from tests.simulation.replication_world import World, played
 
@@ -102,8 +102,7 @@ class Losses(World):
                 self._leave(name)
 
     def _leave(self, name: str) -> None:
-        held, begun, _ = self.told(self.nodes.keys() - {name})
-        plan = plan_recovery(held, len(self.homes), epochs=begun)
+        plan, _ = self.plan_without(self.nodes.keys() - {name})
         self.seen["losses asked"] += 1
         assert isinstance(plan, RecoveryPlan), f"with {name} alone everything is lost: {plan.reason}"
         assert plan.end >= self.highest, f"with {name} alone floor {self.highest} is lost: {plan.reason}"

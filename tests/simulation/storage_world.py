@@ -58,6 +58,7 @@ class StorageWorld(StorageRecovery):
         self.config = config or WorldConfig()
         self.rng = random.Random(f"storage/{seed}")
         self.now_s, self.queue, self.count = 0.0, [], itertools.count(1)  # type: ignore[var-annotated]
+        self._end_s, self._done = -1.0, lambda: False  # of `run_until`
         self.trace: list[str] = []
         self.seen: Counter[str] = Counter()
         self.threads = Threads(self)
@@ -122,7 +123,16 @@ class StorageWorld(StorageRecovery):
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (self.now_s + delay_s, next(self.count), what))
 
+    def skips(self, delay_s: float) -> bool:
+        """For `played_threads`: `run_until` would go on to that time next."""
+        at_s = self.now_s + delay_s
+        if at_s > self._end_s or (self.queue and self.queue[0][0] <= at_s) or self._done():
+            return False
+        self.now_s = at_s
+        return True
+
     def run_until(self, end_s: float, done: Callable[[], bool] = lambda: False) -> None:
+        self._end_s, self._done = end_s, done
         while self.queue and self.queue[0][0] <= end_s and not done():
             self.now_s, _, what = heapq.heappop(self.queue)
             what()
@@ -320,6 +330,7 @@ class StorageWorld(StorageRecovery):
             finally:
                 for machine in self.machines.values():
                     machine.end_daemon()
+                self.threads.close()
 
     def _play(self) -> None:
         for machine in self.machines.values():

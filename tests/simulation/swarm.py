@@ -179,7 +179,8 @@ class Swarm(World):
         if (hit := self.some_sealed(node, rng)) is not None:
             segment, slot = hit
             self._damage(node, segment, slot)
-            slot.record = SlotRecord(slot.record.generation, slot.record.index, SlotState.FREE)
+            index = slot.record.index
+            segment.write(index, SlotRecord(slot.record.generation, index, SlotState.FREE))
 
     def _damage(self, node: Node, segment: Segment, slot: Slot) -> None:
         self.any_rot = self.changed = True

@@ -49,6 +49,13 @@ class _Clock:
     def later(self, delay_s: float, what: object) -> None:
         self.due.append((self.now_s + delay_s, len(self.due), what))
 
+    def skips(self, delay_s: float) -> bool:
+        at_s = self.now_s + delay_s
+        if any(due_s <= at_s for due_s, *_ in self.due):
+            return False
+        self.now_s = at_s
+        return True
+
     def run(self) -> None:
         while self.due:
             self.now_s, _, what = entry = min(self.due)
@@ -74,3 +81,20 @@ def test_played_threads_take_turns_and_end_where_they_pause_when_their_process_i
     assert told == ["a begins", "a ends", "b begins"]
     assert not process.threads
     assert not lock.locked()
+    threads.close()
+
+
+def test_a_played_thread_goes_on_where_it_is_if_nothing_happens_before() -> None:
+    clock, told = _Clock(), list[str]()
+    threads, process = Threads(clock), Process()
+
+    def work() -> None:
+        for seconds in (1.0, 4.0):
+            threads.pause(seconds)
+            told.append(f"woken at {clock.now_s}")
+
+    threads.start(process, work)
+    clock.later(3.0, lambda: told.append("another event"))
+    clock.run()
+    assert told == ["woken at 1.0", "another event", "woken at 5.0"]
+    threads.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ckptd.core.recovery.held import HeldRecords
@@ -36,10 +37,21 @@ class Shape:
     def world_size(self) -> int:
         return sum(map(len, self.domains))
 
+    @cached_property
+    def _domain_of(self) -> dict[int, int]:
+        return {rank: d for d, members in enumerate(self.domains) for rank in members}
+
     def domain_of(self, rank: int) -> int:
-        return next(d for d, members in enumerate(self.domains) if rank in members)
+        return self._domain_of[rank]
+
+    @cached_property
+    def _neighbours(self) -> dict[int, Numbers]:
+        return {rank: self._next_to(rank) for rank in self._domain_of}
 
     def neighbours(self, rank: int) -> Numbers:
+        return self._neighbours[rank]
+
+    def _next_to(self, rank: int) -> Numbers:
         found = set()
         for pair in self.beside:
             for mine, other in (pair, pair[::-1]):
@@ -61,9 +73,9 @@ class State:
     full: Numbers
     rng: int
 
-    @property
+    @cached_property
     def compute(self) -> Numbers:
-        return tuple(hash((f, 11)) for f in self.full)
+        return tuple([hash((f, 11)) for f in self.full])
 
 
 def first_state(shape: Shape) -> list[State]:
@@ -110,7 +122,7 @@ class History:
 
 
 def advanced(full: Sequence[int], grad: int, rng: int) -> State:
-    return State(tuple(hash((f, grad, o)) for o, f in enumerate(full)), hash((rng, 12)))
+    return State(tuple([hash((f, grad, o)) for o, f in enumerate(full)]), hash((rng, 12)))
 
 
 @dataclass
