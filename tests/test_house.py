@@ -43,6 +43,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All of a module's tree: one walk for all tests."""
+    return list(ast.walk(tree_of(path)))
+
+
 def dotted(path: Path) -> str:
     """The module's name in imports."""
     name = ".".join(path.with_suffix("").parts)
@@ -69,7 +75,7 @@ def test_file_names_are_unique() -> None:
 def test_names_of_public_classes_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in modules():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
     twice = {name: where for name, where in places.items() if len(where) > 1}
@@ -80,7 +86,7 @@ def test_a_module_has_a_subject_or_several_importers() -> None:
     """A reader opens no file for twenty lines that one other file needs."""
     importers: dict[str, set[Path]] = defaultdict(set)
     for path in modules():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
                     importers[name].add(path)
@@ -97,6 +103,7 @@ def test_a_module_has_a_subject_or_several_importers() -> None:
 def test_a_name_is_imported_from_where_it_is_defined() -> None:
     """A second address sends a reader to a file that has nothing of it. Packages may offer names of their modules."""
     trees = {dotted(path): tree_of(path) for path in modules()}
+    nodes = {dotted(path): nodes_of(path) for path in modules()}
     borrowed = {
         (module, each.asname or each.name)
         for module, tree in trees.items()
@@ -106,8 +113,8 @@ def test_a_name_is_imported_from_where_it_is_defined() -> None:
     }
     second_hand = {
         f"{module} takes {each.name} from {node.module}"
-        for module, tree in trees.items()
-        for node in ast.walk(tree)
+        for module, found in nodes.items()
+        for node in found
         if isinstance(node, ast.ImportFrom)
         for each in node.names
         if (node.module, each.name) in borrowed
@@ -119,7 +126,7 @@ def test_a_name_is_imported_from_where_it_is_defined() -> None:
 def test_functions_and_classes_have_the_words_of_the_field() -> None:
     private = []
     for path in modules():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
             if PRIVATE_WORDS & set(node.name.strip("_").split("_")):
@@ -144,15 +151,12 @@ SET_AFTERWARDS = {
 }
 
 
-def functions(tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Each with its name; that of a method begins with its class."""
     owners = {
-        id(inner): f"{node.name}."
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for inner in node.body
+        id(inner): f"{node.name}." for node in nodes if isinstance(node, ast.ClassDef) for inner in node.body
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield owners.get(id(node), "") + node.name, node
 
@@ -161,7 +165,7 @@ def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind() -> None:
     """What belongs together goes into a frozen dataclass, or is one object with methods."""
     many = set()
     for path in modules():
-        for name, function in functions(tree_of(path)):
+        for name, function in functions(nodes_of(path)):
             given = function.args
             parameters = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             if sum(each not in ("self", "cls") for each in parameters) > PARAMETERS_MAX:
@@ -179,9 +183,9 @@ def is_callable(annotation: ast.AST | None, value: ast.AST | None, methods: set[
     return annotation is not None and ast.unparse(annotation).startswith("Callable")
 
 
-def assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, ast.AST | None, ast.AST | None]]:
+def assignments(nodes: list[ast.AST]) -> Iterator[tuple[ast.Attribute, ast.AST | None, ast.AST | None]]:
     """Attribute, annotation and value."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
             yield node.target, node.annotation, node.value
         elif isinstance(node, ast.Assign):
@@ -200,18 +204,18 @@ def of_self(attribute: ast.Attribute) -> bool:
 
 def test_no_callable_is_set_on_an_object_that_was_made_before() -> None:
     """Who is told of something is an argument of the constructor: a listener with methods."""
-    trees = {path: tree_of(path) for path in modules()}
+    trees = {path: nodes_of(path) for path in modules()}
     # Attributes that some class makes as a place for a callable: with a lambda, or annotated as one.
     places = {
         attribute.attr
-        for tree in trees.values()
-        for attribute, annotation, value in assignments(tree)
+        for nodes in trees.values()
+        for attribute, annotation, value in assignments(nodes)
         if of_self(attribute) and is_callable(annotation, value, set())
     }
     found = set()
-    for path, tree in trees.items():
-        methods = {f.name for _, f in functions(tree) if not f.decorator_list}
-        for attribute, _, value in assignments(tree):
+    for path, nodes in trees.items():
+        methods = {f.name for _, f in functions(nodes) if not f.decorator_list}
+        for attribute, _, value in assignments(nodes):
             empty = isinstance(value, ast.Constant) and value.value is None
             called = attribute.attr in places and not empty
             if not of_self(attribute) and (called or is_callable(None, value, methods)):
