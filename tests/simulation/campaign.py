@@ -1,7 +1,7 @@
 """Many schedules: each seed is played by `tests.simulation.swarm`, one in five by
 `tests.simulation.replication_world`, too, one in twenty in each row, and the splits, of
 `tests.simulation.special_worlds`, one in four with a store (`tests.simulation.storage_world`), and each as a
-pipeline (`tests.simulation.parking_world`).
+pipeline (`tests.simulation.parking_world`) and as a job that changes its schedule (`tests.simulation.switching_world`).
 
 ``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--minutes 60] [--out FILE]`` prints a line per
 thousand, and at the end which fault met which phase of the job, and what the oracle waived, by reason. A seed
@@ -35,6 +35,7 @@ from tests.simulation.special_worlds import LOSSES, play_row, play_split
 from tests.simulation.storage_mutations import STORAGE_MUTATIONS
 from tests.simulation.storage_world import StorageWorld, play_storage
 from tests.simulation.swarm import CONDITIONS, PHASES, STRIKES, coverage_key, play_swarm
+from tests.simulation.switching_world import play as play_switching
 
 __all__ = ["coverage_table", "main", "waivers"]
 
@@ -87,6 +88,7 @@ def _worlds(seed: int) -> Iterator[Mapping[str, int]]:
             told = play_row(seed // _ROWS_SHARE, row, replicas=replicas).seen
             yield {f"{row}, {replicas} replicas: {what}": told[what] for what in _PRICE}
     yield {f"pipeline: {what}": count for what, count in play_parking(seed).seen.items()}
+    yield {f"switching: {what}": count for what, count in play_switching(seed).seen.items()}
     if seed % _STORE_SHARE == 0:
         told = play_storage(seed // _STORE_SHARE).seen
         yield {f"{_STORE}{what}": count for what, count in told.items()}

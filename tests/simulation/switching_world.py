@@ -101,7 +101,7 @@ class World:
 
     def play(self) -> Counter[str]:
         """Until every rank has done all iterations."""
-        while self._events and any(r.iteration < self.config.iterations for r in self._ranks):
+        while self._events and self._unfinished:
             self.now_s, _, work = heapq.heappop(self._events)
             work()
         return self.seen
@@ -112,6 +112,7 @@ class World:
         """All processes are new, and so is the prefix of their keys."""
         self._epoch += 1
         self._events.clear()
+        self._unfinished = self.config.ranks if iteration < self.config.iterations else 0
         self._store: dict[str, bytes] = {}
         self.schedules: dict[int, tuple[tuple[int, int], ...]] = {}
         self._ranks = [
@@ -151,6 +152,7 @@ class World:
             return
         self._boundary(rank)
         rank.iteration += 1
+        self._unfinished -= rank.iteration >= self.config.iterations
         self._after(self._step_s(), lambda: self._top(rank))
 
     def _boundary(self, rank: _Rank) -> None:

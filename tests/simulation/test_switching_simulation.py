@@ -1,6 +1,6 @@
 """Changes of the schedule, agreed on under seeded chaos; the world and its promise are in `switching_world`.
 
-``CKPTD_SIM_SWITCHING_SEEDS`` sets how many seeds are played.
+``CKPTD_SIM_SWITCHING_SEEDS`` sets how many seeds are played; ``tests.simulation.campaign`` plays thousands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from ckptd.core.switching import Decided, Event, Stage, Switching
 from tests.simulation.switching_world import WorldConfig, play
 
-SEEDS = int(os.environ.get("CKPTD_SIM_SWITCHING_SEEDS", "150"))
+SEEDS = int(os.environ.get("CKPTD_SIM_SWITCHING_SEEDS", "75"))
 # Whatever of this never occurred was not tested.
 TROUBLE = (
     "access failed",
