@@ -65,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: DaemonConfig, load: Callable[[], object]) -> int:
-    """Serve; after SIGHUP in a new image of this process, with the settings and the code of then.
-
-    Args:
-        load: raises ConfigError if the settings cannot be loaded any more.
-    """
+    """Serve; after SIGHUP in a new image of this process, with the settings and the code of then."""
     os.nice(max(0, config.nice - os.nice(0)))  # once, however often this process begins anew
     try:
         daemon = _daemon(config, load)

@@ -142,11 +142,7 @@ def unexpected(given: Mapping[str, str]) -> str:
 
 
 def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
-    """Whether a daemon answers; an operator's daemon is waited for.
-
-    Raises:
-        DaemonUnavailable: the operator's does not come back in time.
-    """
+    """Whether a daemon answers; an operator's daemon is waited for."""
     while not answers(endpoint):
         operated = is_operated(folder)
         if operated is None:
@@ -164,11 +160,7 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
 
 
 def _wait_for_daemon_of(user: int, endpoint: str, deadline: float) -> None:
-    """As at the boot of a node, where trainers may come first.
-
-    Raises:
-        DaemonUnavailable: none answers in time.
-    """
+    """Wait for it, as at the boot of a node, where trainers may come first."""
     while not answers(endpoint):
         if time.monotonic() > deadline:
             raise DaemonUnavailable(

@@ -288,10 +288,7 @@ def _blocks(view: Tensor, dtype: torch.dtype, offset: int, limit: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class _SampleBuffers:
-    """Buffers for reading samples twice: their index and the words, each on the device and in pinned memory.
-
-    Pinned memory that is allocated for each snapshot takes the training thread milliseconds.
-    """
+    """Buffers for reading samples twice; allocating pinned memory for each would take milliseconds."""
 
     index: tuple[Tensor, Tensor]
     words: tuple[Tensor, Tensor]
@@ -517,9 +514,7 @@ class CudaEngine:
         self._watcher.join(timeout=30)
 
     def _transfers(self, items: Sequence[CopyItem], memory: HostMemory) -> CopyTransfers:
-        """Planned once for a list that is handed over again, which it is as long as its tensors are
-        the same.
-        """
+        """Planned once for a list that is handed over again, as it is while its tensors are the same."""
         if not isinstance(items, CopyList):
             # Not by the kernel, whose tiles are memory of the device: parking copies where the device hangs.
             return self._plan_transfers(items, None)
@@ -539,9 +534,7 @@ class CudaEngine:
         return store_kernel(number) if memory.address in self._registered else None
 
     def _buffers_for(self, samples: Samples) -> _SampleBuffers:
-        """Buffers for these samples as long as they live. The watcher holds them until the device has used
-        them.
-        """
+        """Buffers for these samples as long as they live; the watcher holds them until they are used."""
         free = self._buffers.setdefault(len(samples.index), [])
         buffers = free.pop() if free else _SampleBuffers.make(len(samples.index), self.device)
         weakref.finalize(samples, free.append, buffers).atexit = False
@@ -644,9 +637,7 @@ class CudaEngine:
             logger.info("%s", describe_copies(job.plan, job.sizes, self.last_copy_s, job.host_s))
 
     def _forget_error(self) -> None:
-        """Consume the driver's refusal: the runtime keeps it for the next kernel's launch check, the
-        trainer's, which would raise it.
-        """
+        """Consume the driver's refusal, or the trainer's next kernel launch would raise it."""
         try:
             self._pack[:1].zero_()
         except RuntimeError as error:

@@ -124,9 +124,7 @@ class DeviceDispatcher:
         return DeviceDispatch(quotas, state[0, 0], state, lines, self)
 
     def _compile(self) -> None:
-        """Plan for no tokens at all: a machine that cannot is known at once, and the first call is as fast as
-        any.
-        """
+        """Plan for no tokens: a machine that cannot is known at once, and the first call is fast."""
         try:
             self.plan(torch.zeros_like(self._replicas)).share(0)
         # The errors of compilers, linkers and drivers have no common base; each means that the CPU must plan.

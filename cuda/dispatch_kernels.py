@@ -19,9 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def _extras_before(upto, turn, rest, wrapped):
-    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn`` on,
-    around.
-    """
+    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn`` on."""
     straight = tl.minimum(tl.maximum(upto - turn, 0), rest - wrapped)
     return straight + tl.minimum(upto, wrapped)
 
@@ -141,9 +139,7 @@ def _interval(state, lines, side, at, mask, plane):
 
 @triton.jit
 def _overlap(state, lines, side: tl.constexpr, mine, known, at, mask, plane):
-    """Where the interval ``mine`` on this side meets the interval ``at`` on the other, and the length of the
-    overlap if that is above zero.
-    """
+    """Where interval ``mine`` meets interval ``at`` on the other side, and the length of the overlap."""
     begin, end = _interval(state, lines, side, mine, known, plane)
     begin_o, end_o = _interval(state, lines, 1 - side, at, mask, plane)
     begins = tl.maximum(begin[None, :], begin_o)

@@ -317,9 +317,7 @@ class _Place:
 
 
 def _stretches(nth: Indices, elements: Indices, counts: Indices) -> tuple[Words, Words]:
-    """Where the stretch of each sample begins, and its number of elements: the first element, the last one,
-    and equal parts between.
-    """
+    """Where each sample's stretch begins, and its elements: the first, the last, and equal parts between."""
     inner = np.maximum(counts - 2, 1)
     begin = 1 + (elements - 2) * (nth - 1) // inner
     end = 1 + (elements - 2) * nth // inner
@@ -339,9 +337,7 @@ def _bits(words: Words, addresses: Indices, masks: Words) -> Words:
 def _differ_when_cast(
     values: Words, copied: Words, source: torch.dtype, target: torch.dtype
 ) -> npt.NDArray[np.bool_]:
-    """Whether elements differ from what a copy as another dtype makes of them. A NaN may become any NaN,
-    depending on the kernel.
-    """
+    """Whether elements differ from a copy's in another dtype. A NaN may become any NaN."""
     whole = torch.from_numpy(values.astype(_INTEGERS[source.itemsize])).view(source)
     narrow = torch.from_numpy(copied.astype(_INTEGERS[target.itemsize])).view(target)
     bits = _INTEGERS[target.itemsize]

@@ -303,11 +303,7 @@ def _find_data_offset(buf: memoryview) -> int:
 
 
 def _parse_header(buf: memoryview) -> tuple[ParsedHeader, int]:
-    """The contents of the header, and its layout id.
-
-    Raises:
-        ImageError: it is not an image header, or the buffer ends before the image.
-    """
+    """The contents of the header, and its layout id."""
     data_offset = _find_data_offset(buf)
     blanked, num_tensors = _blanked(buf, data_offset)
     layout_id = xxhash.xxh3_64_intdigest(blanked)

@@ -332,9 +332,7 @@ def _check_writers(file: _ConfigFile, users: Collection[int]) -> None:
 
 
 def _is_private_group(group: int, owner: int) -> bool:
-    """Whether only the owner is in the group: many systems create such a group for each user, and make
-    files writable for it.
-    """
+    """Whether only the owner is in the group; many systems create such a group for each user."""
     try:
         user, members = pwd.getpwuid(owner), grp.getgrgid(group)
     except KeyError:
@@ -395,10 +393,7 @@ def _did_you_mean(key: str) -> str:
 
 
 def _slips(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warnings about environment variables with almost the name of a setting.
-
-    Unknown `CKPTD_` variables are not errors, because the client has its own.
-    """
+    """Warnings about variables with almost a setting's name; unknown `CKPTD_` ones may be the client's."""
     known = {"CKPTD_" + key.upper() for key in _fields()}
     known |= {"CKPTD_CONFIG", "CKPTD_DAEMON_USER", "CKPTD_ENDPOINT"}
     found = []

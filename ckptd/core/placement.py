@@ -340,9 +340,7 @@ class _Spreading:
                 waiting = [left for bundle in waiting for left in self._choose(bundle)]
 
     def _choose_nearest(self, waiting: Sequence[_Bundle]) -> list[_Bundle]:
-        """Choose targets in the best domains and under the limits, the nearest pairs first; returns
-        the bundles without one.
-        """
+        """Choose targets in the best domains and under the limits, nearest first; returns what got none."""
         ring, num_nodes = self.ring, len(self.load)
         before = {bundle: len(bundle.members) for bundle in waiting}
         smallest = min((bundle.size for bundle in waiting), default=0)
@@ -374,9 +372,7 @@ class _Spreading:
         return [bundle for bundle in waiting if len(bundle.members) == before[bundle]]
 
     def _below_limit(self, size: int) -> Counter[int]:
-        """For each domain, the number of its nodes with room for ``size``: under their limits, and
-        in total.
-        """
+        """By domain, the number of its nodes with room for ``size``: under their limits, and in all."""
         keys, capacity = self.ring.keys, self.ring.capacity
         free = [p for p in self.open if self.load[p] + size <= min(self.limit[p], capacity[p])]
         nodes_in = Counter(key for position in free for key in keys[position])
@@ -526,9 +522,7 @@ class _Relief:
         self.stuck: dict[int, int] = {}
 
     def lower(self, level: int) -> list[int]:
-        """Lower nodes to the level, first by moves, then by exchanges; returns the nodes that
-        stayed above it.
-        """
+        """Lower nodes to the level, by moves, then by exchanges; returns those that stayed above it."""
         load = self.spreading.load
         self.level = level
         self.room = [position for position in range(len(load)) if self._has_room(position)]
@@ -569,9 +563,7 @@ class _Relief:
         return True
 
     def _exchange(self, bundle: _Bundle, facts: PlacedRank | None, source: int) -> bool:
-        """Move the bundle to a node without room, and another bundle of that node to one with room,
-        if necessary.
-        """
+        """Move the bundle to a node without room, if need be by moving another one from there."""
         if self._move(bundle, facts, source):
             return True
         size = bundle.size if facts is None else facts.ring_bytes

@@ -447,11 +447,7 @@ class _Look:
 
 
 def _running(args: argparse.Namespace) -> tuple[RankShape, _Around, PolicyOutlook]:
-    """The rank of a job on this node that has the most state, as it is seen for some seconds.
-
-    Raises:
-        ValueError: it takes no snapshots, or no steps; or nothing was seen of what is not given.
-    """
+    """The rank of a job on this node that has the most state, as it is seen for some seconds."""
     before = _look(args).session
     time.sleep(args.watch)
     look = _look(args, before.rank)
@@ -515,11 +511,7 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, _Around, PolicyOutloo
 
 
 def _seen_mtbf_s(session: m.SessionStatus, step_s: float) -> float:
-    """The time of the run's iterations, for each of its starts but the first.
-
-    Raises:
-        ValueError: it was started once.
-    """
+    """The time of the run's iterations, for each of its starts but the first."""
     again = int(session.metrics.get("epoch", 0.0)) // DRAWN_EPOCHS - 1
     if again < 1 or session.step < 1:
         raise ValueError(
@@ -617,13 +609,7 @@ _TICKS_S = {
 def _draw(
     path: Path, pixels: tuple[int, int], curves: Sequence[EttrCurve], mtbfs_s: Sequence[float], at: int
 ) -> None:
-    """The ETTR of each policy over the MTBF, as a PNG.
-
-    Args:
-        at: which of the MTBFs is the job's.
-    Raises:
-        CommandError: matplotlib is not installed, or the file cannot be written.
-    """
+    """The ETTR of each policy over the MTBF, as a PNG; ``at``: which of the MTBFs is the job's."""
     try:
         import matplotlib
     except ImportError as error:

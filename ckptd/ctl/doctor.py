@@ -196,9 +196,7 @@ def _folder_to_be_made(folder: Path) -> Diagnosis:
 
 
 def _folder_of_ours(folder: Path, info: os.stat_result, group: int | None) -> Diagnosis:
-    """The folder is ours and closed to other users: check that the group is trainer_group, or has
-    no rights.
-    """
+    """It is ours and closed to others: is the group trainer_group, or without rights?"""
     mode = stat.S_IMODE(info.st_mode)
     if group is None and mode & 0o050:
         return _warn(

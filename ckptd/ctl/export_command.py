@@ -186,9 +186,7 @@ def _segment_dir(args: argparse.Namespace) -> str:
 
 
 def _whereabouts(args: argparse.Namespace, job: str, run: str, iteration: int) -> Mapping[int, Sequence[str]]:
-    """The nodes that hold other ranks' snapshots, by rank; empty if no daemon can answer (the caller
-    then reports that the nodes are not known).
-    """
+    """The nodes that hold other ranks' snapshots, by rank; empty if no daemon can answer."""
     try:
         with connected(args) as client:
             return ask_whereabouts(client, job, run, iteration)

@@ -51,9 +51,7 @@ def load_corpus(max_bytes: int = CORPUS_BYTES) -> Tensor:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """The Python files in it, in the order of their paths. One by one: a trainer that comes back need not
-    list what the corpus has no room for.
-    """
+    """The Python files in it, sorted, one by one: a trainer that comes back need not list all."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             if path.name not in SKIPPED_FOLDERS and not path.is_symlink():

@@ -117,11 +117,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_other(pid: int) -> None:
-    """SIGKILL a process that is no child of this one, and wait until it has ended.
-
-    Raises:
-        ProcessDied: it had ended before, or does not end.
-    """
+    """SIGKILL a process that is no child of this one, and wait until it has ended."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

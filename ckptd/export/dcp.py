@@ -188,11 +188,7 @@ class _Child:
             raise self._ended() from error
 
     def hear(self, kind: type[_T]) -> _T:
-        """Receive a message.
-
-        Raises:
-            ExportError: the child has ended, or sent another message.
-        """
+        """Receive a message."""
         line = self._output.readline(_MAX_LINE)
         if not line.endswith(b"\n"):
             raise self._ended()
@@ -220,9 +216,7 @@ class _Child:
 
 @contextmanager
 def _running(module: str) -> Iterator[_Child]:
-    """Run ``python -m <module>`` until the end of the block; waits for its normal end, and kills it
-    after an error.
-    """
+    """Run ``python -m <module>`` until the end of the block: its normal end, or a kill after an error."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             # -P: do not import files of the current folder, such as a downloaded torch.py.

@@ -158,11 +158,7 @@ def _first_complete(
 
 @contextmanager
 def _completed(slot: SealedSlot, local: _LocalRanks) -> Iterator[SlotSource]:
-    """A snapshot with the parameters that other ranks captured for it, locked and verified.
-
-    Raises:
-        _SharesMissing: this node lacks some of them; nothing was read yet.
-    """
+    """A snapshot with the parameters that other ranks captured for it, locked and verified."""
     descriptor = slot.segment.descriptor
     with ExitStack() as opened:
         view = opened.enter_context(_locked(slot))
@@ -233,10 +229,7 @@ def _layered(
 
 
 def _older(slot: SealedSlot, slots: Sequence[SealedSlot]) -> list[SealedSlot]:
-    """The snapshots before this one in its chain, the newest first, as far as they are in memory.
-
-    After a recovery the chain goes on with snapshots of an earlier epoch.
-    """
+    """The snapshots before this one in its chain, also of earlier epochs, the newest first, that are here."""
     found = [slot]
     while 0 <= found[-1].header.previous < found[-1].header.iteration:
         last = found[-1].header
@@ -318,11 +311,7 @@ def _verify_slot(slot: SealedSlot) -> None:
 
 @contextmanager
 def _first_verified(copies: Sequence[SealedSlot]) -> Iterator[tuple[SealedSlot, ImageView]]:
-    """Lock the first copy that verifies, until the end of the block.
-
-    Raises:
-        ExportError, DamagedSnapshot: no copy verifies; the reason is that of the last one.
-    """
+    """Lock the first copy that verifies, until the end of the block."""
     for number, slot in enumerate(copies):
         with ExitStack() as stack:
             try:
@@ -406,12 +395,7 @@ class _LocalRanks:
     def copies(
         self, slot: SealedSlot, lacks: Mapping[int, Sequence[SharedRows]]
     ) -> dict[int, list[SealedSlot]]:
-        """The copies on this node of other ranks' snapshots of the iteration (and epoch) of ``slot``, by
-        rank.
-
-        Raises:
-            _SharesMissing: this node has no copy of some rank.
-        """
+        """The copies here of other ranks' snapshots of the same iteration and epoch, by rank."""
         own = slot.segment.key
         sealed = {rank: sealed_slots(self.of(RankKey(own.job, own.run, rank))) for rank in lacks}
         found = {r: [s for s in all_of if s.history == slot.history] for r, all_of in sealed.items()}

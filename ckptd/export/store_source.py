@@ -211,11 +211,7 @@ class _StoredImage:
     vouched: Mapping[str, bytes] = field(default_factory=dict)
 
     def read(self, store: ObjectStore, begin: int, end: int) -> memoryview:
-        """These bytes; they are not verified.
-
-        Raises:
-            DamagedSnapshot: an object is missing, or too short.
-        """
+        """These bytes; they are not verified."""
         into = memoryview(bytearray(end - begin))
         with _damage_of(self.rank, self.snapshot.iteration):
             read_image_bytes(store, self.snapshot, begin, into)
@@ -390,9 +386,7 @@ class _ReadAhead:
         self._next = 0
 
     def around(self, image: int, at: int) -> tuple[int, memoryview]:
-        """The span of the image that contains this byte, and its offset; requests the next one in the
-        background.
-        """
+        """The span of the image that contains this byte, and its offset; the next one is read ahead."""
         span, data = self._current
         if not _holds(span, image, at):
             index = self._index_of(image, at)

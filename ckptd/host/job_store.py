@@ -65,9 +65,7 @@ def _done(request: dict[str, Any]) -> str:
 
 
 def _wait_for(address: str, port: int, within_s: float) -> None:
-    """Until somebody listens there. torch's client would look again after ever longer times, and a trainer
-    whose host joins seconds after it cannot be brought back in these.
-    """
+    """Until somebody listens there; torch's client would look again after ever longer times."""
     until = time.monotonic() + within_s
     while True:
         try:

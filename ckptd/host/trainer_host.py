@@ -553,9 +553,7 @@ class TrainerHost:
         self._loop.after(_IMPORT_S, self._zygote_hangs)
 
     def _takes_over(self) -> bool:
-        """Whether a zygote waits for this start: that of the last start in this place, or one that was made
-        ahead (`ckptd.host.warm_start`).
-        """
+        """Whether a zygote waits for this start: that of the last one here, or one that was made ahead."""
         if not (self._options.launched and self._own_session):
             return False
         options = self._options

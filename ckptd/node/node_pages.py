@@ -180,11 +180,7 @@ class NodePages:
 
 
 def _token_in(path: Path) -> str:
-    """The token in a file; a new one if there is no file. It stays the same over restarts.
-
-    Raises:
-        UnusableFolder: the file cannot be read or written, or holds no token.
-    """
+    """The token in a file; a new one if there is no file. It stays the same over restarts."""
     try:
         with suppress(FileExistsError):
             new_private_file(path, secrets.token_urlsafe(24).encode())

@@ -259,10 +259,7 @@ def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | Non
 
 
 def _bad_request(request: _Request) -> str | None:
-    """Why a fetch is refused, if it is.
-
-    A trainer reads what ranks of its own run have, and all pieces are of one rank.
-    """
+    """Why a fetch is refused: a trainer reads what ranks of its run have, all pieces of one rank."""
     message, world_size = request.message, request.session.wish.world_size
     if request.is_copy and not 0 <= message.rank < world_size:
         return f"rank {message.rank} of a run with {world_size} ranks"

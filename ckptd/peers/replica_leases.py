@@ -400,10 +400,7 @@ class ReplicaLeases:
 
 
 def _slots_for(message: p.OpenReplica, descriptor: SegmentDescriptor) -> int:
-    """Room for two suffixes: over a gap, the old one stays until the new one is complete.
-
-    A log has as many slots as its primary.
-    """
+    """Room for two suffixes: over a gap, the old one stays until the new one is complete."""
     if descriptor.is_log:
         return message.num_slots
     return max(message.num_slots, 2 * max(descriptor.window, message.span))

@@ -195,10 +195,7 @@ def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
 
 
 def _free_unsealed(segment: Segment) -> list[int]:
-    """Free the slots that an earlier daemon's peers were filling: nobody goes on with them.
-
-    A slot with a damaged header is freed as well, or it would never be granted again; returns those.
-    """
+    """Free the slots that an earlier daemon's peers were filling; returns those with a damaged header."""
     damaged: list[int] = []
     for index in range(segment.geometry.num_slots):
         header = segment.header(index)

@@ -58,11 +58,7 @@ _MAX_TICKETS_PER_PEER = 1024
 def _lend(
     segment: Segment, index: int, register: Callable[[int], Region | p.PeerRefused], *, writable: bool
 ) -> Loan | p.PeerRefused:
-    """A loan of a slot.
-
-    Args:
-        register: locks the slot by the descriptor that it gets, and makes the region; or refuses.
-    """
+    """A loan of a slot; ``register`` locks the slot by its descriptor and makes the region, or refuses."""
     fd, region = -1, None
     try:
         fd = os.open(segment.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)

@@ -176,9 +176,7 @@ class _Step:
 
 
 def _mapped(path: str) -> memoryview:
-    """A whole segment file. It is unmapped with the last view of it: a replica that was removed meanwhile
-    would keep its memory, which nobody counts.
-    """
+    """A whole segment file, unmapped with the last view: a removed replica must not keep its memory."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))

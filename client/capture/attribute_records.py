@@ -149,11 +149,7 @@ class _Parts:
         self._parts_left = _MOST_PARTS
 
     def check(self, part: object) -> bool:
-        """False: it is looked into.
-
-        Raises:
-            LeftOut: no record can hold it.
-        """
+        """False: it is looked into."""
         self._parts_left -= 1
         if self._parts_left < 0:
             raise LeftOut(f"more than {_MOST_PARTS} parts")

@@ -120,9 +120,7 @@ class _HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """What a snapshot holds whole of what peers can compute: the image's tensor of each state, by parameter
-    and key; and the names of the parameters, by optimizer.
-    """
+    """What a snapshot holds whole: the image's tensor of each state, and parameters by optimizer."""
 
     states: Mapping[str, dict[str, str]]
     names: Mapping[int, list[str]]

@@ -249,9 +249,7 @@ class ObjectAttributes:
         return {a.owner: a.name for a in self._changed() if a.stays_out}
 
     def _look(self) -> None:
-        """See what has changed. An attribute that was not replaced costs no Python, and an object with
-        contents is looked at once, however many hold it.
-        """
+        """See what has changed; what was not replaced costs no Python, and contents are looked at once."""
         if list(map(len, self._tables)) != self._sizes:
             self._find()
         now = list(map(dict.get, self._where, self._names, repeat(MISSING)))

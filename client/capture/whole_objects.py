@@ -144,9 +144,7 @@ def _changed(now: Any, start: Any) -> Any:
 
 
 def _completed(recorded: Any, start: Any) -> Any:
-    """The tree with the plain attributes that `_changed` left out: in a process that goes back, the loop may
-    have changed them since.
-    """
+    """The tree with what `_changed` left out: in a process that goes back, the loop may have changed it."""
     if not (_of_object(recorded) and _of_object(start)):
         return recorded
     before = dict(start[1])

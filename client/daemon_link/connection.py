@@ -399,11 +399,7 @@ class DaemonConnection:
         return self._endpoint, self._attach.job, self._attach.run, self._attach.rank
 
     def _check_settings(self, settings: Mapping[str, str], pid: int) -> None:
-        """At the first attach, a difference is an error; later, training goes on.
-
-        Raises:
-            AttachRefused: the daemon has other settings than this trainer expects.
-        """
+        """At the first attach, a difference is an error; later, training goes on."""
         if self._settings is None:
             if different := self._check(settings):
                 raise AttachRefused(

@@ -364,9 +364,7 @@ def _without_unusable(parked: tuple[HeldRecords, ...], here: Iterable[_Here]) ->
 def _facts_of(
     here: Sequence[_Here], logs: Sequence[HeldRecords], parked: Sequence[HeldRecords]
 ) -> Mapping[int, RankFacts]:
-    """The facts of the ranks that have some, or have lost them but not all their logs. If no rank has any,
-    they may all communicate with each other.
-    """
+    """Facts of the ranks that have some, or lost them but not their logs. None: all may communicate."""
     found = facts_from_wire([h.facts for h in here])
     observed = {rank: facts for rank, facts in found.items() if here[rank].seen}
     for rank, facts in facts_from_logs(found.keys() - observed.keys(), logs, parked).items():

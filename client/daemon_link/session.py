@@ -394,9 +394,7 @@ class Session(DaemonConnection):
         return segment
 
     def _give_back_unknown(self, attached: Attached) -> None:
-        """Give back segments that this trainer does not know: the daemon ended before it could answer a
-        request for one, or before it heard a `drop`, and has found the segment again.
-        """
+        """Give back segments that this trainer does not know: an answer, or a `drop`, was lost on its way."""
         listed = (*attached.segments, *attached.logs, *attached.parked, *attached.kv)
         found = {segment.generation for segment in listed}
         if self._known is None:  # the first time: all segments are mapped

@@ -79,9 +79,7 @@ class PlacementState:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A layer's next placement, and the modules of this rank's experts in it; new ones still have
-    other weights.
-    """
+    """A layer's next placement, and this rank's experts in it; new ones still have other weights."""
 
     layer: ElasticExperts
     name: str
@@ -384,9 +382,7 @@ class ExpertShards(nn.Module):
         return _Move(layer, name, replicas_RE, experts)
 
     def _module(self, name: str, layer: ElasticExperts, expert: int, spare: list[nn.Module]) -> nn.Module:
-        """A module for an expert that this rank gets; ``spare``: those that it gives away, of which one
-        may be reused.
-        """
+        """A module for an expert that this rank gets; ``spare``: those it gives away, for reuse."""
         if self._make_expert is not None:
             module = self._make_expert(name, expert)
         elif spare:

@@ -151,11 +151,7 @@ def check_engine(engine: Any) -> torch.optim.Optimizer:
 
 
 def _dense(given: SnapshotOptions) -> SnapshotOptions:
-    """With several updates in a step, and parts of flat parameters, every snapshot has everything.
-
-    Raises:
-        ValueError: sparse snapshots are asked for.
-    """
+    """With several updates in a step, and parts of flat parameters, every snapshot has everything."""
     if given.policy in ("partial", "selected") or given.window not in (None, 1):
         raise ValueError(
             "with ZeRO each snapshot is dense, since a rank's part of the flat parameters belongs to no "

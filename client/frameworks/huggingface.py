@@ -168,9 +168,7 @@ def _train(
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """The Trainer that is calling ``callback``. Callbacks do not get it, so it is searched in the calling
-    frames.
-    """
+    """The Trainer that is calling ``callback``, searched in the calling frames: callbacks do not get it."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -260,9 +258,7 @@ def _complete(trainer: Any, given: Any) -> Any:
 
 
 def _newest_complete(folder: Path) -> str | bool | None:
-    """The path of the newest complete checkpoint, or None. True if no folder is half-written: the Trainer
-    chooses.
-    """
+    """The path of the newest complete checkpoint, or None; True if none is half-written."""
     numbered = [
         (int(found[1]), path)
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -605,9 +601,7 @@ class TrainerLoop:
             self._refetch = not repeats_by_index(loader)
 
     def _fast_forward(self, loader: Any) -> Iterator[Any]:
-        """An iterator over ``loader`` at the recorded position; leaves the random state as the fetches
-        changed it.
-        """
+        """An iterator at the recorded position; leaves the random state as the fetches changed it."""
         position, started_s = self._position, time.perf_counter()
         skips = type(loader) is DataLoaderShard and not isinstance(loader.dataset, IterableDataset)
         skipped = position.skippable if skips and not self._refetch else 0

@@ -48,9 +48,7 @@ _UNSUPPORTED = {
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """``Callback`` of the imported packages, or of all installed ones: each package accepts only its own
-    class.
-    """
+    """``Callback`` of the imported packages, or of all installed ones: each accepts only its own."""
     wanted = [name for name in _PACKAGES if name in sys.modules] or _PACKAGES
     found, missing = [], []
     for name in wanted:
@@ -201,9 +199,7 @@ class LoopProgress:
 
 
 def _load(loop: Any, recorded: dict[str, Any], prefix: str) -> None:
-    """Like ``loop.load_state_dict``, without marking the loop as restarting: Lightning's restart is not
-    exact.
-    """
+    """``loop.load_state_dict`` without marking a restart: Lightning's own restart is not exact."""
     loop._load_from_state_dict(recorded, prefix)
     for name, child in list(vars(loop).items()):
         if hasattr(child, "_load_from_state_dict"):

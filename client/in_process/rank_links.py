@@ -65,11 +65,7 @@ def _tcp_connections() -> Iterator[_Link]:
 
 @contextlib.contextmanager
 def _opened(descriptor: int) -> Iterator[socket.socket]:
-    """The socket of a descriptor.
-
-    Raises:
-        OSError: it is none, or none any more.
-    """
+    """The socket of a descriptor."""
     duplicate = os.dup(descriptor)
     try:
         connection = socket.socket(fileno=duplicate)

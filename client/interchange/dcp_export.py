@@ -61,11 +61,7 @@ def write_checkpoint(job: WriteJob, fetch: Fetch) -> Wrote:
 
 
 class _Lazy(DefaultSavePlanner):
-    """Torch's planner, but it fetches each tensor when it is written.
-
-    Args:
-        indices: the index of each tensor by key.
-    """
+    """Torch's planner, but it fetches each tensor when it is written."""
 
     def __init__(self, indices: Mapping[str, int], fetch: Fetch) -> None:
         super().__init__()

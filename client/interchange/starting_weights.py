@@ -104,11 +104,7 @@ class _Start:
         self._stored = {stored[name]: tensor for name, tensor in found.model.items()}
 
     def check(self) -> None:
-        """Compare names, shapes and dtypes.
-
-        Raises:
-            StartMismatch: some differ.
-        """
+        """Compare names, shapes and dtypes."""
         loaded = {id(self._live[name]) for name in self._stored if name in self._live}
         problems = []
         for name, tensor in self._live.items():

@@ -391,10 +391,7 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
 
 
 def _sums(data: Tensor) -> list[Tensor]:
-    """One number for each part of a tensor, at least two: so an exchange of parts is noticed.
-
-    A non-contiguous tensor is copied: with parts, that is little.
-    """
+    """One number for each part of a tensor, at least two: so an exchange of parts is noticed."""
     count = data.numel()
     if count == 0:
         return []

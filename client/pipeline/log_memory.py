@@ -383,9 +383,7 @@ class LogMemory(AuxiliarySegments):
                 self._update_stats()
 
     def _behind(self, facts: LogFacts | None) -> bool:
-        """Whether the newest log contains fewer facts than ``facts``: plans would isolate ranks that must
-        recover together.
-        """
+        """Whether the newest log lacks facts: plans would isolate ranks that must recover together."""
         if self.newest is None or facts is None:
             return False
         known = facts_of(self.newest.descriptor.client)
@@ -479,9 +477,7 @@ class LogMemory(AuxiliarySegments):
                 return claimed
 
     def _seal_a_snapshot(self) -> bool:
-        """Try to seal a snapshot in this process. Steps may be faster than the daemon, and only sealed
-        snapshots free older slots.
-        """
+        """Try to seal a snapshot here: steps may outrun the daemon, and only sealed ones free slots."""
         table = self._memory.table
         waiting = [
             r for r in table.records() if r.state is SlotState.FILLED and r.image_len <= _QUICKLY_SEALED_BYTES

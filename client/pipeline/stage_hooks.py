@@ -120,9 +120,7 @@ def rehearsal_tap(around: Callable[[], AbstractContextManager[None]]) -> Iterato
 
 
 def _rehearsals(schedules: ModuleType) -> list[tuple[type, str]]:
-    """The classes and methods that rehearse in this version of torch; each where it is first defined, so
-    that one call is seen once.
-    """
+    """The classes and methods that rehearse in this torch, each where it is first defined."""
     classes = [c for c in vars(schedules).values() if isinstance(c, type)]
 
     def defining(name: str) -> list[tuple[type, str]]:

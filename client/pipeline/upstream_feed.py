@@ -122,12 +122,7 @@ class _Batch:
 
 
 class _Held:
-    """A slot of this node that does not change until ``close``; ``image`` is None if the slot has been
-    reused already.
-
-    Raises:
-        OSError: its file does not exist any more.
-    """
+    """A slot of this node that does not change until ``close``; ``image`` None: it was reused."""
 
     def __init__(self, file: LogFile, record: SlotRecord) -> None:
         self._file, self._record = file, record
@@ -151,9 +146,7 @@ _HELD: weakref.WeakSet[_Held] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Close the locks in a forked child, such as a data loader's worker, which would otherwise keep the
-    slots locked during its life.
-    """
+    """Close the locks in a forked child, which would otherwise keep the slots locked during its life."""
     for held in list(_HELD):
         held.close()
 
@@ -302,9 +295,7 @@ class _Feed:
             raise self._lost(iteration, str(error)) from error
 
     def fetch_state(self, generation: int) -> FetchState:
-        """The state of a fetch. The session sends nothing else while it requests memory, and an absent
-        daemon may be back soon.
-        """
+        """The state of a fetch; an absent daemon may be back soon."""
         if not all(batch.answer.done() for batch in self._batches):
             return _NOTHING_NEW
         try:

@@ -264,11 +264,7 @@ class _GlobalStart:
         return self._memory.see(self._ranks, storage=self._storage, patient=self._patient)
 
     def plan(self, view: RunView) -> RecoveryPlan | NoRecovery:
-        """The newest suffix that every rank can have.
-
-        Raises:
-            ValueError, AttachRefused, DaemonUnavailable, CorruptionError: as `recover_global`.
-        """
+        """The newest suffix that every rank can have."""
         memory, wanted = self._memory, self._verify_iterations
         verified = wanted if self.tried < _VERIFIED_PLANS else 0
         self.at = view.still_wanted(self._wish)
@@ -309,9 +305,7 @@ class _GlobalStart:
 
     @property
     def _may_ask_storage(self) -> bool:
-        """An incarnation of an elastic job is a new run: what is durable of earlier ones was looked at when
-        it was planned.
-        """
+        """Not for a new incarnation: what is durable of earlier ones was looked at when it was planned."""
         return not self._storage and self._memory.topology != WORLD_TOPOLOGY
 
     def _check_new_run(self, plan: NoRecovery, view: RunView) -> None:

@@ -223,11 +223,7 @@ class _LocalizedProcedure:
         return plan
 
     def retrieve(self, view: RunView, plan: LocalizedPlan | NotLocalized, undo: ExitStack) -> ScheduleStart:
-        """Verify or request what this rank's part needs; returns the schedule by which it would go on.
-
-        Raises:
-            TryAgain: another plan may do, or the recovery of all ranks.
-        """
+        """Verify or request what this rank's part needs; returns the schedule by which it would go on."""
         assert isinstance(plan, LocalizedPlan), "without a plan nothing is retrieved"
         self._view, self._mine = view, plan.per_rank[self._memory.identity.rank]
         self._parked, self._retrieved = None, Retrieved([])
@@ -279,12 +275,7 @@ class _LocalizedProcedure:
             raise
 
     def _own_parked(self, piece: SnapshotToLoad) -> SnapshotImage:
-        """The parked state in this rank's own segment.
-
-        Raises:
-            CorruptionError: it is damaged, and in quarantine now.
-            DaemonUnavailable: it is gone, or the ring has other operators.
-        """
+        """The parked state in this rank's own segment."""
         memory = self._memory
         record = memory.parks.own_copy(memory.session.node_id, piece)
         if record is None or memory.descriptor is None:
@@ -299,13 +290,7 @@ class _LocalizedProcedure:
         return parked_image(memory, record)
 
     def _schedule_of_parked(self, image: SnapshotImage, *, isolated: bool) -> ScheduleStart:
-        """The schedule by which a parked state goes on.
-
-        Args:
-            isolated: some ranks begin before others.
-        Raises:
-            DaemonUnavailable: its stages would ask neighbours that do not run.
-        """
+        """The schedule by which a parked state goes on; ``isolated``: some ranks begin before others."""
         scalars = image.scalars()
         if isolated and None in scalars.get("stages", {}).values():
             raise DaemonUnavailable(

@@ -325,11 +325,7 @@ class Rehearsal:
     # -- memory ------------------------------------------------------------------------------------
 
     def _within_memory(self, names: Iterable[str]) -> list[str]:
-        """As many of them, the smallest first, as may be copied at once.
-
-        Raises:
-            CannotCopy: not even the smallest.
-        """
+        """As many of them, the smallest first, as may be copied at once."""
         sizes = {name: self._bytes_of(name) for name in names}
         budget, taken, total = self._budget(), [], 0
         for name in sorted(sizes, key=lambda n: sizes[n]):
@@ -391,14 +387,7 @@ class _SteppedCopy:
                 self.binding.optimizers[index].__dict__[name] = vars(live.optimizers[index])[name]
 
     def step(self, index: int, args: Any, kwargs: Any, loss: Any, hidden: HiddenState) -> None:
-        """Step optimizer number ``index`` as the live one is about to.
-
-        Args:
-            args, kwargs: as the live one's pre-hook got them.
-            loss: what its closure has returned.
-        Raises:
-            CannotCopy: it communicates, or evaluates its closure once more.
-        """
+        """Step optimizer number ``index`` as the live one is about to; ``loss``: of its closure."""
         optimizer = self.binding.optimizers[index]
         calls: list[Any] = []
 
@@ -427,13 +416,7 @@ class _NoCommunication(TorchDispatchMode):
 
 
 class _Pristine:
-    """Optimizers as the program has made them.
-
-    Args:
-        live: nothing is restored in it yet.
-    Raises:
-        CannotCopy: a copy would prove nothing; with the reason.
-    """
+    """Optimizers as the program has made them; nothing is restored in ``live`` yet."""
 
     def __init__(self, live: LiveState, hidden: HiddenState) -> None:
         _check_kinds(live)
@@ -455,11 +438,7 @@ class _Pristine:
         operators: Sequence[Operator],
         engine: CopyEngine,
     ) -> _SteppedCopy:
-        """These parameters as a resume from this snapshot makes them.
-
-        Raises:
-            CannotCopy: with the reason.
-        """
+        """These parameters as a resume from this snapshot makes them."""
         room = _Room(self._live, names, lambda tensor: self._attributes.get(id(tensor), {}))
         binding = room.binding(self._optimizers, self._given, state=False)
         loader, scalars = _PartLoader(binding, operators, engine, names), image.scalars()
@@ -469,11 +448,7 @@ class _Pristine:
         return _SteppedCopy(binding, self._live, loader.rows, outside, scalars)
 
     def control(self, rows: Rows) -> _SteppedCopy:
-        """The live state, with all that is in memory.
-
-        Raises:
-            CannotCopy: with the reason.
-        """
+        """The live state, with all that is in memory."""
         live = self._live
         room = _Room(live, rows, vars)
         for name in live.owner.keys() - rows.keys():  # they are not updated here
@@ -567,11 +542,7 @@ def _anchored_names(live: LiveState, operators: Sequence[Operator], image: Snaps
 
 
 def _differences(live: LiveState, copy: _SteppedCopy, index: int) -> list[str]:
-    """The paths of what optimizer number ``index`` has made otherwise in the copy.
-
-    Raises:
-        NotCapturable: it keeps what no snapshot can hold.
-    """
+    """The paths of what optimizer number ``index`` has made otherwise in the copy."""
     found: list[str] = []
     other = copy.binding
     for name, rows in copy.rows.items():
@@ -639,9 +610,7 @@ def _like(tensor: Tensor, real: bool) -> Tensor:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Memory with the same strides and the same distance from a multiple of 64 bytes: matrix products may
-    have other bits elsewhere.
-    """
+    """Memory with the same strides and alignment to 64 bytes: products may have other bits elsewhere."""
     here, size = local(tensor), tensor.element_size()
     extent = 1 + sum((n - 1) * s for n, s in zip(here.shape, here.stride(), strict=True))
     raw = torch.zeros(max(extent, 0) + _ALIGNMENT // size, dtype=here.dtype, device=here.device)

@@ -279,9 +279,7 @@ def _check_reachable(
 
 
 class _Wire:
-    """Collectives within one group. A sender sends pairs of a header and the bytes that it describes, until
-    nothing is left.
-    """
+    """Collectives within one group. A sender sends headers with their bytes, until nothing is left."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._group = replicas.group

@@ -279,11 +279,7 @@ class Recovery:
             self.freezing_reason = "an earlier replay with 'inputs' did not reproduce what was recorded"
 
     def _plan_of(self, memory: RankMemory) -> SnapshotPlan:
-        """The plan of the newest snapshots.
-
-        Raises:
-            AttachRefused: they are of another model.
-        """
+        """The plan of the newest snapshots."""
         subject, newest = self._subject, memory.table.segments[-1]
         payload = values.unpack(newest.descriptor.client)
         recorded = payload["signature"]
@@ -384,11 +380,7 @@ def _restarted() -> bool:
 
 
 def _wanted_iteration(wishes: Sequence[int]) -> int | None:
-    """The iteration to which all ranks are told to go back, -1 being none.
-
-    Raises:
-        ValueError: they are told different ones.
-    """
+    """The iteration to which all ranks are told to go back, -1 being none."""
     if len({*wishes}) > 1:
         shown = {rank: None if wish < 0 else wish for rank, wish in enumerate(wishes)}
         raise ValueError(

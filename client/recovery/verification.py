@@ -180,11 +180,7 @@ def _mismatch(rank: int, found: Differences) -> RankMismatch | None:
 
 
 def _likely_causes(what: str, changed: str, stateful: Mapping[str, Stateful], device: torch.device) -> str:
-    """What usually causes a mismatch in a job like this one: numbered sentences, the likeliest first.
-
-    Args:
-        what: differed, as the message says it.
-    """
+    """What usually causes a mismatch in a job like this one: numbered sentences, the likeliest first."""
     causes = []
     if changed:
         causes.append(f"this process does not run as the one that recorded: {changed}")

@@ -377,8 +377,7 @@ class ReroutedTraining:
         return replace(self._grid, failed=frozenset(map(self._worker, without)))
 
     def _roll_back(self, top: int) -> None:
-        """To what this worker had before the step of iteration ``top``, if it has made that; and no half
-        iteration."""
+        """To what this worker had before the step of iteration ``top``; and no half iteration."""
         if self.done > top:
             assert self._before is not None, "a step was made, and nothing kept of the time before"
             assert self.done == top + 1, f"{self.done - top} steps ahead of another worker"

@@ -117,9 +117,7 @@ class ExpertSelection:
         return frozenset(found)
 
     def _pools_of(self, plan: SnapshotPlan) -> list[tuple[Places, list[int]]]:
-        """The experts that compete for room, by place, and the room for them in each phase: of a layer as
-        much as its turns take; of all together, all that there is.
-        """
+        """The experts that compete for room, by place, and the room for them in each phase."""
         phases = plan.schedule.phases
         if plan.selection is Selection.MODEL:
             rooms = [plan.selected_room(plan.ordinal_of(phase)) for phase in range(len(phases))]

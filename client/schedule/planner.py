@@ -280,10 +280,7 @@ def _owners_as_before(before: SnapshotPlan, operators: Sequence[Operator]) -> li
 def _split_window(
     costs: Sequence[OperatorCost], schedule: Schedule, fixed: int, budget_bytes: int | None
 ) -> int:
-    """The window for which large operators are split.
-
-    If none fits: the smallest that would fit if all operators could be cut evenly.
-    """
+    """The window for which large operators are split; if none fits, the smallest for evenly cut ones."""
     if schedule.fits or budget_bytes is None:
         return schedule.window
     floor = fixed + sum(c.compute_bytes for c in costs)

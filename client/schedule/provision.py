@@ -438,11 +438,7 @@ class Provision:
         policy: str = "",
         smallest: bool = False,
     ) -> None:
-        """Change to another policy or window once in a while, if there is memory for it.
-
-        Args:
-            smallest: to a shorter window if that suffices for copies.
-        """
+        """Change to another policy or window once in a while, if there is memory for it."""
         if step < self._look_again_at:
             return
         self._look_again_at = step + _RETRY_STEPS

@@ -151,10 +151,7 @@ class ScheduleAgreement:
             pause_s = self._turn()
 
     def _turn(self) -> float | None:
-        """One access to the store, if the machine asks for one.
-
-        Returns the seconds until the next; None: never.
-        """
+        """One access to the store, if the machine asks for one; the seconds until the next, None: never."""
         with self._lock:
             ask = self._machine.ask(time.monotonic())
         if ask is None:

@@ -214,9 +214,7 @@ class KvCopies:
     def _sources(
         self, fetches: Sequence[KvFetch]
     ) -> tuple[list[tuple[KvFetch, list[int] | None]], dict[tuple[int, int], list[_Part]]]:
-        """What this device reads from its own memory; and what comes from other nodes, by who reads it there
-        and who needs it.
-        """
+        """What this device reads from its own memory; and what comes from other nodes, by reader and user."""
         own = list[tuple[KvFetch, list[int] | None]]()
         others: dict[tuple[int, int], list[_Part]] = {}
         if len(self.nodes) == 1:

@@ -332,9 +332,7 @@ class ServingDevice:
         return SettledEpoch(plan, seconds, backup_bytes, node_bytes, peer_bytes, recomputed)
 
     def _agree(self, group: DeviceGroup) -> tuple[ServerState | None, set[int]]:
-        """The state from which all go on, and the devices that have what it says of them; None: nobody has
-        any.
-        """
+        """The state from which all go on, and the devices that have it; None: nobody has any."""
         if self.state is not None and self.backup is not None:
             self.backup.drain()
             self.state.backup = self.backup.table()
@@ -369,11 +367,7 @@ class ServingDevice:
         return before, set(known)
 
     def _enter(self, before: ServerState, plan: DevicePlan, told: list[list[int]], epoch: int) -> int:
-        """Go on by a plan; how many tokens are computed again.
-
-        Args:
-            told: by each device: how many tokens of each request are right.
-        """
+        """Go on by a plan; returns how many tokens are computed again. ``told``: right ones, by device."""
         state = replace(before, layout=plan.after, epoch=epoch, commits=before.commits + 1)
         recomputed = 0
         for at, each in enumerate(plan.requests):
@@ -395,9 +389,7 @@ class ServingDevice:
         return self.backup.index.tokens(request, layer, head)
 
     def _read_backup(self, group: DeviceGroup, plan: DevicePlan) -> tuple[int, int, list[int]]:
-        """Read what was lost and is needed here; bytes, of them bytes of other nodes, and how many tokens of
-        each request are right.
-        """
+        """Read what was lost; bytes, of them bytes of other nodes, and each request's right tokens."""
         kept = {each.id: each.tokens for each in plan.requests}
         lost = [each for each in plan.kv if each.source is None]
         if not lost:

@@ -254,9 +254,7 @@ def _open(url: str, options: StoreOptions, *, retries: int) -> RustStore:
 
 
 def _aws_credentials() -> Callable[[], S3Credential] | None:
-    """botocore's chain (environment, profiles, SSO, containers, instances), since obstore reads neither
-    profiles nor SSO; None without botocore.
-    """
+    """botocore's chain, since obstore reads neither profiles nor SSO; None without botocore."""
     if find_spec("botocore") is None:
         return None
     import botocore.session

@@ -127,9 +127,7 @@ class Visitor(NamedTuple):
 
 @dataclass(slots=True)
 class _Queue:
-    """Bytes that came in on a connection, and bytes taken from it; the socket's thread alone writes
-    ``taken``.
-    """
+    """Bytes that came in and bytes taken; the socket's thread alone writes ``taken``."""
 
     node: str  # "": a stranger's
     accounted: int
@@ -277,9 +275,7 @@ class Doorkeeper:
         self._turn(turned)
 
     def _disconnected(self, fd: int) -> None:
-        """A connection with this descriptor ends: libzmq reports it before it closes it. Another connection
-        may have the number by now.
-        """
+        """libzmq reports an end before it closes the descriptor; another may have the number by now."""
         with self._lock:
             if self._early_ends[fd] > 0:
                 self._early_ends[fd] -= 1
@@ -289,9 +285,7 @@ class Doorkeeper:
         self._settle(fd)
 
     def _settle(self, fd: int, *, late: bool = False) -> None:
-        """Compare who had a descriptor with who has it now. ``late``: a reported end should be visible by
-        now.
-        """
+        """Compare who had a descriptor with who has it now; ``late``: a reported end should show."""
         now = self._look(fd)
         with self._lock:
             before = self._by_fd.get(fd)
@@ -411,9 +405,7 @@ class Doorkeeper:
         return waiting.total()
 
     def _received(self, fd: int) -> int:
-        """The bytes received on a connection since it began; 0 where the kernel does not say (before Linux
-        4.1).
-        """
+        """The bytes received on a connection; 0 where the kernel does not say (before Linux 4.1)."""
         try:
             with self._pin.hold(fd) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)

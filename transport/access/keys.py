@@ -336,11 +336,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_ours(path: Path) -> None:
-    """Whoever can write there decides which keys we trust.
-
-    Raises:
-        KeysError: it belongs to another user, or others may write to it; with the command that mends it.
-    """
+    """Whoever can write there decides which keys we trust."""
     try:
         status = path.stat()
     except FileNotFoundError:

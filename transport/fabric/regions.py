@@ -140,9 +140,7 @@ class LocalRegion:
         return True
 
     def _poll_s(self) -> float:
-        """How often to look at what wakes nobody: sends of libzmq, and other processes. The end of a hold
-        wakes.
-        """
+        """How often to look at what wakes nobody: sends of libzmq, and other processes."""
         if self._leaving:
             return SETTLE_POLL_S
         copied = self._lease is not None and self._lease.in_use

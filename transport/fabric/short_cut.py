@@ -161,11 +161,7 @@ def _copy(fd: int, access: Access, at: int, view: memoryview) -> bool:
 
 
 def _open(file: FileRange, *, writable: bool) -> int:
-    """Open that very file, of our own user: a path from a peer is not to be believed.
-
-    Raises:
-        OSError: there is no such file.
-    """
+    """Open that very file, of our own user: a path from a peer is not to be believed."""
     _check(file, os.stat(file.path, follow_symlinks=False))  # before it is opened: devices have effects
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(file.path, flags)
@@ -197,9 +193,7 @@ def _set_lock(fd: int, kind: int, first: int, length: int = 1) -> None:
 
 
 def _is_locked(fd: int, first: int, length: int = 1, *, by: int = fcntl.F_WRLCK) -> bool:
-    """Whether another description has a lock there that conflicts with this kind: any lock by default, an
-    exclusive one for F_RDLCK.
-    """
+    """Whether another description has a conflicting lock there; with F_RDLCK only exclusive ones do."""
     asked = _FLOCK.pack(by, os.SEEK_SET, first, length, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK

@@ -350,10 +350,7 @@ class _Filling:
 
 
 def _rounds(units: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Units in their order, once for each slot: all with a first slot, then all with a second, and so on.
-
-    With descending slots, the entries of a round are distinct.
-    """
+    """Units in their order, once for each slot: all with a first slot, then all with a second, and so on."""
     counts = slots[units]
     most = int(counts.max(initial=0))
     if not most:

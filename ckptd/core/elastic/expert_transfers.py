@@ -290,9 +290,7 @@ class _LoadSharing:
         return low
 
     def _capacity(self, level_ns: int, size: int, which: Bools) -> Ints:
-        """Further replicas of that size that each owner can send until then, in Python's integers: no
-        overflow.
-        """
+        """Further replicas of that size that each owner can send until then, in Python's integers."""
         out = np.zeros(len(which), dtype=np.int64)
         for node in np.flatnonzero(which).tolist():
             room = level_ns * self._speeds[node] // _NS - self._load_bytes[node]
@@ -382,9 +380,7 @@ class _Crowded:
 
 
 def _feasible(network: _Network, capacity: Ints) -> Ints | _Crowded:
-    """Units over each edge that serve all demand within ``capacity`` ``[num_owners]``; or the owners
-    whose capacity does not suffice.
-    """
+    """Units over each edge that serve all demand within ``capacity``; or the owners that do not suffice."""
     kinds = _FIRST + np.arange(len(network.units))
     owners = _FIRST + len(kinds) + np.arange(network.num_owners)
     wanted = int(network.units.sum())
@@ -402,12 +398,7 @@ def _feasible(network: _Network, capacity: Ints) -> Ints | _Crowded:
 
 
 def _nearest(network: _Network, near: _Near, capacity: Ints) -> tuple[Ints, Ints]:
-    """Serve all demand, as much as possible from near owners: units over the network's edges, and over
-    the near pairs.
-
-    Raises:
-        ValueError: the capacities do not suffice; call `_feasible` first.
-    """
+    """Serve all demand, near owners first: units over the network's edges, and over the near pairs."""
     parts = _FIRST + np.arange(len(near.units))
     kinds = _FIRST + len(parts) + np.arange(len(network.units))
     owners = _FIRST + len(parts) + len(kinds) + np.arange(network.num_owners)
@@ -433,12 +424,7 @@ def _nearest(network: _Network, near: _Near, capacity: Ints) -> tuple[Ints, Ints
 
 
 class _Graph:
-    """The residual graph: every edge in its direction and against it, with its remaining capacity.
-
-    Args:
-        size: number of vertices.
-        edges: groups of edges: tails, heads, capacities and costs, each an array or one number.
-    """
+    """The residual graph: every edge in its direction and against it, with its remaining capacity."""
 
     def __init__(self, size: int, *edges: tuple[Ints | int, Ints | int, Ints | int, int]) -> None:
         groups = [np.broadcast_arrays(*group) for group in edges]

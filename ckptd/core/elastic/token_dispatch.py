@@ -191,9 +191,7 @@ def token_quotas(totals: ArrayLike, replicas: ArrayLike) -> Ints:
 
 
 def _extras_before(upto_RE: Ints, turn_E: Ints, rest_E: Ints, replicas_E: Ints) -> Ints:
-    """The number of the first ``upto`` replicas that take a token of the remainder, which are ``rest``
-    replicas from ``turn`` on, around.
-    """
+    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn`` on."""
     wrapped_E = np.maximum(turn_E + rest_E - replicas_E, 0)
     return np.asarray(np.clip(upto_RE - turn_E, 0, rest_E - wrapped_E) + np.minimum(upto_RE, wrapped_E))
 
@@ -222,9 +220,7 @@ def _groupings(nodes: ArrayLike | None, num_ranks: int) -> list[Ints]:
 
 
 def _match(surplus: Ints, room: Ints, begun: Ints, groups: Ints) -> _Leg:
-    """Match surplus with room within each group. The lines of the groups are laid end to end, so that
-    intervals of different groups never meet.
-    """
+    """Match surplus with room within each group; groups are laid end to end, so that they never meet."""
     order: Ints | slice = np.argsort(groups, kind="stable")
     _, starts, group = np.unique(groups[order], return_index=True, return_inverse=True)
     if (np.diff(groups) >= 0).all():
@@ -258,10 +254,7 @@ def _undone(rows: Ints, order: Ints | slice) -> Ints:
 
 
 def _pairs(leg: _Leg) -> Ints:
-    """``[5, n]``: source, target, expert, first token and number of the tokens of a leg.
-
-    The lines of all experts are laid end to end; an entry ends where an interval of either side ends.
-    """
+    """``[5, n]``: source, target, expert, first token and number of the tokens of a leg."""
     source, source_ends, first = _line(leg.sent, leg.sent_at, leg.begun)
     target, target_ends, _ = _line(leg.got, leg.got_at, leg.begun)
     ends = np.union1d(source_ends, target_ends)

@@ -300,9 +300,7 @@ def _plan(
 
 
 def _no_span(tables: Tables, known: Known) -> str:
-    """The reason why no pair of iterations fits all ranks: a rank has no suffix, or they have none
-    in common.
-    """
+    """Why no pair of iterations fits all ranks: a rank has no suffix, or they have none in common."""
     for rank, groups in sorted(tables.items()):
         if not has_suffix(groups):
             return f"rank {rank}: {_incomplete(groups, known)}"
@@ -319,9 +317,7 @@ def _no_span(tables: Tables, known: Known) -> str:
 
 
 def _chains(tables: Tables, end: int) -> str:
-    """For a message: each rank's chain of snapshots up to ``end``, and the newest start from which it
-    anchors all operators.
-    """
+    """For a message: each rank's chain up to ``end``, and the newest start that anchors all operators."""
     texts = []
     for rank in sorted(tables)[:_SHOWN]:
         found = [group for group in tables[rank] if end in group.newest]

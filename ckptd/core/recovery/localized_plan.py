@@ -328,9 +328,7 @@ class _RankInventory:
         return newest.copies[iteration]
 
     def fits(self, rank: int, peer: int, iteration: int) -> bool:
-        """Whether a peer's parked state completes a snapshot of the rank: both have the same operator
-        table.
-        """
+        """Whether a peer's parked state completes the rank's snapshot: they have the same operator table."""
         own = self.snapshot(rank, iteration)
         return own is not None and _table_of(self.snapshots[own[0][0]]) == self._parked_table(peer, iteration)
 
@@ -346,9 +344,7 @@ class _RankInventory:
         return self.stays(rank, iteration) or self.beginning(rank, iteration) is not None
 
     def beginning(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
-        """The copies of a rank's newest snapshot up to an iteration that has the operator table of its
-        parked state of that iteration.
-        """
+        """Copies of the rank's newest snapshot up to an iteration, with the operators of its parked state."""
         table = self._parked_table(rank, iteration)
         found = (
             (t, group.copies[t])
@@ -472,9 +468,7 @@ class _Assembly:
         return tuple(feeds)
 
     def _values_of(self, rank: int, place: DomainStart, feeds: Sequence[Feed]) -> tuple[Feed, ...]:
-        """A log of each iteration with the values that all ranks computed together, if no log feeds
-        the rank.
-        """
+        """A log of each iteration with the values that all ranks computed together, if no log feeds it."""
         found = []
         for iteration in range(place.exact_at, self._all_exact_at):
             if any(feed.first <= iteration < feed.end for feed in feeds):
@@ -488,9 +482,7 @@ class _Assembly:
         return tuple(found)
 
     def _loggers_of(self, iteration: int) -> Sequence[int]:
-        """The ranks that had completed an iteration that others run again; all ranks if they are not
-        known.
-        """
+        """The ranks that had completed an iteration that others run again; all if they are not known."""
         if iteration not in self._loggers:
             ranks = range(len(self._relations.domain_of))
             later = [rank for rank in ranks if self._place(rank).start > iteration]

@@ -147,10 +147,7 @@ def _neighbours(facts: Mapping[int, RankFacts], world_size: int) -> Sequence[tup
 def _domains(
     facts: Mapping[int, RankFacts], unreported: Sequence[int], world_size: int
 ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
-    """The domains (connected components), and the domain of each rank.
-
-    Many ranks often share one tuple of thousands of ranks: it is processed once.
-    """
+    """The domains (connected components), and the domain of each rank. Tuples that ranks share count once."""
     leader = list(range(world_size))
 
     def find(rank: int) -> int:

@@ -266,9 +266,7 @@ class _Settling:
         return RecoveryScope(places, self._widened)
 
     def _place(self, changed: Iterable[int]) -> set[int] | str:
-        """Give these domains, and those that replay with them, a start within their limits; returns the
-        domains whose start changed.
-        """
+        """Give these domains, and those that replay with them, a start; returns those whose start changed."""
         moved = set()
         for domain in changed:
             stands = (s for s in self._stands[domain] if s.iteration <= self._limits[domain])

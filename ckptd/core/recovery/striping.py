@@ -293,9 +293,7 @@ class Stripes(Generic[Holder]):
         return self._order[begin : bisect_left(self._order, span[1], key=_start_of)]
 
     def _cut(self, edges: Sequence[int]) -> None:
-        """Cut the parts at these edges. The new parts keep the holder that delivered the old one. Holders
-        that had the old part wrong, or could not deliver it, may have a new part right.
-        """
+        """Cut the parts at these edges; new ones keep who delivered the old one, and none of its failures."""
         cut: list[_State[Holder]] = []
         for state in self._order:
             start, stop = state.part.start, state.part.stop

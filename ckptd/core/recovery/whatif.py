@@ -235,9 +235,7 @@ def _localized_outcome(
     newest: int,
     whose: Mapping[tuple[str, str], int],
 ) -> RankOutcome:
-    """The outcome of a rank in the localized plan; ``whose``: the rank of each parked state, by
-    node and segment.
-    """
+    """The outcome of a rank in the localized plan; ``whose``: of each parked state, by node and segment."""
     mine = plan.per_rank[rank]
     state = mine.pieces[0].sources[0]
     feeds = tuple(FedBy(f.neighbour, f.first, f.end, _preferred(f.pieces)) for f in mine.feeds)

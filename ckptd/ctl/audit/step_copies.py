@@ -246,11 +246,7 @@ class _Held:
 
 
 class _CopiedFile:
-    """The segment file with the copies of one generation of a rank.
-
-    Args:
-        like: a segment, or a replica, of that generation.
-    """
+    """The segment file with the copies of one generation, ``like`` one of its segments or replicas."""
 
     def __init__(self, target: Path, like: Segment) -> None:
         descriptor, self._geometry = like.descriptor, like.geometry
@@ -273,11 +269,7 @@ class _CopiedFile:
         self._mapping.view.release()
 
     def add(self, slot: _Slot) -> None:
-        """Copy a held snapshot into the next slot.
-
-        Raises:
-            CommandError: there is no memory.
-        """
+        """Copy a held snapshot into the next slot."""
         buffer, index = self._mapping.view, self._used
         write_slot_header(buffer, self._geometry, index, replace(slot.header, state=SlotState.FILLING))
         image = slot.segment.image(slot.index, slot.header)

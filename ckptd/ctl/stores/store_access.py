@@ -210,9 +210,7 @@ def _open(place: StorePlace) -> ObjectStore:
 
 
 def _with_signatures_checked(place: StorePlace, store: ObjectStore) -> ObjectStore:
-    """With ``store_signed_only``, accept only manifests that trusted signers signed; else check only
-    the signatures of known signers.
-    """
+    """With ``store_signed_only`` only trusted signers' manifests count; else known signatures are checked."""
     folder = Path(place.keys_dir)
     if place.signed_only:
         return SignedStore(store, Signers.load(folder))

@@ -172,12 +172,7 @@ def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
 def _objection(
     catalog: Catalog, checkpoint: StoredCheckpoint, verified: Collection[CheckpointId], *, force: bool
 ) -> str:
-    """The reason why a checkpoint must not be removed; "" if it may be.
-
-    Args:
-        catalog: the catalog of its run.
-        verified: the complete checkpoints that were verified as whole.
-    """
+    """Why a checkpoint must not be removed; "" if it may be. ``verified``: the whole ones of its run."""
     if checkpoint.pinned:
         return "it is pinned: run `ckptctl checkpoints unpin` first"
     if force:
@@ -201,14 +196,7 @@ def _plan_removal(
     now_ns: int,
     force: bool,
 ) -> tuple[tuple[list[str], list[str]], Removed]:
-    """Plan the removal of a checkpoint that `_objection` allows: the manifests to delete, then the
-    objects, and the answer.
-
-    Args:
-        manifests: all manifests of the run.
-        policy: its times apply.
-        now_ns: the time of the store's clock.
-    """
+    """The manifests to delete, then the objects, and the answer; `_objection` allows the removal."""
     gone = {info.key: info.size for info in checkpoint.manifests.values()}
     rest = replace(catalog, checkpoints=tuple([c for c in catalog.checkpoints if c is not checkpoint]))
     references = {key: found for key, found in references_of(manifests).items() if key not in gone}
@@ -358,9 +346,7 @@ def collect(
 
 
 def _look(opened: OpenedStore, family: Family) -> tuple[float, dict[str, _Seen]]:
-    """All runs of a family by name, and the start time of their listing; listed again if reading
-    took long.
-    """
+    """All runs of a family, and the start of their listing; listed again if reading took long."""
     known: dict[str, RankManifest] = {}
     listed_s, seen = _survey(opened, family, known)
     if len(family.runs) > 1 and time.monotonic() - listed_s > _READ_WITHIN_S:
@@ -408,11 +394,7 @@ def _plans(
 def _plan_of(
     seen: _Seen, replaced: IncarnationRemoval | None, policy: RetentionPolicy, now_ns: int
 ) -> Collected:
-    """The plan of one run.
-
-    Args:
-        replaced: the deletions in an incarnation that a later one replaced.
-    """
+    """The plan of one run; ``replaced``: the deletions in an incarnation that a later one replaced."""
     catalog, unreadable = seen.catalog, seen.manifests.unreadable
     if unreadable:
         why = min(unreadable.values())

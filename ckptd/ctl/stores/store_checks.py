@@ -137,11 +137,7 @@ def _check(
     quiet: bool,
     total_bytes: int | None = None,
 ) -> Checked:
-    """Verify once. If an object seems to be lost, list again: a job may have removed it meanwhile.
-
-    Args:
-        verify: called with a listed store, and ``full``, ``map_fn`` and ``progress`` as `verify_store`.
-    """
+    """Verify once. If an object seems to be lost, list again: a job may have removed it meanwhile."""
     listed = ListedStore(opened.store, opened.store.list(prefix))
     if total_bytes is None:
         sizes = [i.size for i in listed.listing.values() if isinstance(parse(i.key), ObjectName)]

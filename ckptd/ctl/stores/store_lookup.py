@@ -454,12 +454,7 @@ def _row_of(
     users: Mapping[str, int],
     now_ns: int,
 ) -> CheckpointRow:
-    """The row of one checkpoint.
-
-    Args:
-        objects: the sizes of its objects; None if not known.
-        users: the number of checkpoints that refer to an object; empty if not known.
-    """
+    """The row of one checkpoint; ``objects`` None, ``users`` empty: they are not known."""
     name = checkpoint.id
     own = None
     if objects is not None and (users or not objects):

@@ -311,9 +311,7 @@ def _tree_of(path: str) -> ast.Module | None:
 
 
 def _set_before_first(path: str) -> list[str]:
-    """Variables that are set at module level, in the script or a module that it imports from its folder,
-    before torch or numpy is imported for the first time.
-    """
+    """Variables that modules of the script set at their top level before torch or numpy is imported."""
     found, waiting, imported = list[str](), list[str](), set[str]()
     for variable, root in _at_import(path, os.path.dirname(path)):
         if variable:
@@ -345,9 +343,7 @@ def _at_import(path: str, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def _imported_by(node: ast.AST) -> list[str]:
-    """The modules that a statement may import, packages first; relative ones as if their folder were on the
-    path.
-    """
+    """The modules that a statement may import, packages first; relative ones as if on the path."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.level <= 1:

@@ -52,9 +52,7 @@ class Script:
 
 
 def _is_container(target: str) -> bool:
-    """Whether the file is a folder or a zip file, whatever its name is (`.pyz`, `.pex`), which is run by the
-    `__main__` inside it.
-    """
+    """Whether the file is a folder or zip file (`.pyz`, `.pex`), which is run by its own `__main__`."""
     return pkgutil.get_importer(target) is not None
 
 

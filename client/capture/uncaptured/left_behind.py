@@ -366,9 +366,7 @@ class LeftBehind:
         return self._state(value) is not None
 
     def _state(self, value: Any) -> object:
-        """Another one when its state has changed; None for a module that shares the trained one's tensors, or
-        has none.
-        """
+        """Another one when its state has changed; None for a module that has none of its own."""
         if isinstance(value, nn.Module):
             try:
                 record = self._recorder.record(value, None, first=True)

@@ -116,11 +116,7 @@ def choose_state(
 
 
 def _explain(held: Sequence[NodeHeld], layers: ExpertLayers, which: tuple[int, int]) -> NoReturn:
-    """Raise why the images of a durable checkpoint, all of them here, are no whole state.
-
-    Raises:
-        ElasticError: names what is missing.
-    """
+    """Raise why the images of a durable checkpoint, all of them here, are no whole state."""
     nodes = [
         msgspec.structs.replace(node, images=tuple(i for i in node.images if (i.world, i.iteration) == which))
         for node in held
@@ -313,11 +309,7 @@ def _daemon_errors(operation: str) -> Iterator[None]:
 
 
 def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
-    """Send an idempotent request, again if no answer comes: the daemon may have been restarted.
-
-    Raises:
-        RefusedError, RequestTimeout, WireError: as of the client.
-    """
+    """Send an idempotent request, again if no answer comes: the daemon may have been restarted."""
     for _ in range(_ASKED - 1):
         with contextlib.suppress(RequestTimeout):
             return client.ask(message, kind)

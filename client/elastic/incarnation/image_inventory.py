@@ -207,11 +207,7 @@ class Inventory:
 
 
 def _operator_units(payload: bytes) -> tuple[Unit, ...]:
-    """All units of a rank, from the trainer's part of a segment's descriptor.
-
-    Raises:
-        KeyError, TypeError, ValueError: it has no operators.
-    """
+    """All units of a rank, from the trainer's part of a segment's descriptor."""
     descriptor: dict[str, Any] = values.unpack(payload)
     return tuple(
         Unit(param, start or 0, stop or 0)
@@ -468,9 +464,7 @@ class LocalState:
         raise TryAgain(f"{unit} is in no image here any more")
 
     def _index(self, image: LocalImage) -> UnitIndex | None:
-        """The units of an image by its unverified header, so that only images that are read are
-        verified; None if the image was overwritten.
-        """
+        """The units of an image by its unverified header; None if the image was overwritten."""
         if image.key not in self._indices:
             index = None
             try:

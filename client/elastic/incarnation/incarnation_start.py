@@ -150,11 +150,7 @@ class _Inventory:
 
 
 class _Procedure:
-    """The start of an elastic job on the present ranks.
-
-    Attributes:
-        clock: the durations of the last attempt.
-    """
+    """The start of an elastic job on the present ranks; ``clock``: durations of the last attempt."""
 
     attempts = _PLANS
     vote = str

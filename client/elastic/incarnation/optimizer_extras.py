@@ -109,9 +109,7 @@ class OptimizerExtras:
                 raise NotCapturable(f"{path}[{_name_in(part)}]", "not all ranks have this parameter")
 
     def _list(self, node: Node, fresh: Node, path: str) -> Node:
-        """This rank's own list if it consists of parameters, as the optimizer's constructor makes it;
-        no other list is known to fit.
-        """
+        """This rank's own list if it consists of parameters; no other list is known to fit."""
         theirs, own = self._common(node), self._common(fresh)
         if theirs is not None and values.equal(theirs, own):
             return fresh
@@ -131,9 +129,7 @@ class OptimizerExtras:
                 raise NotCapturable(path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}")
 
     def _of_its_own(self, tensor: Tensor, name: str) -> bool:
-        """True if a tensor in a parameter's state can belong to that parameter alone: by its shape,
-        where the optimizer may mix parameters.
-        """
+        """True if a tensor in a parameter's state can belong to that parameter alone, by its shape."""
         if self._binding.owner[name][0] not in self._moving or tensor.numel() <= 1:
             return True
         probe = self._binding.probe(name)

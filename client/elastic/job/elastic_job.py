@@ -368,9 +368,7 @@ class ElasticJob:
     def _compare_program(
         self, checkpointer: Checkpointer, recorded: Program, here: Program, *, from_script: bool
     ) -> None:
-        """Report how this program differs from the one that recorded the state, and record the options
-        of the one that counts.
-        """
+        """Report how this program differs from the recorded one, and record the options that count."""
         scripts = f"The script's options count from iteration {self.start} on"
         what = scripts if from_script else RECORDED_COUNTS
         tell_differences(recorded, here, what, rank=self.rank)

@@ -201,11 +201,7 @@ def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Blo
 
 
 def _fused_block(model: nn.Module, name: str, module: nn.Module) -> list[_Block]:
-    """The block whose fused experts this module is, if any.
-
-    Raises:
-        ValueError: it looks like experts, and its form is not known.
-    """
+    """The block whose fused experts this module is, if any."""
     leaf = name.rpartition(".")[2]
     if _has_fused_names(module) and name:
         if problem := _fused_problem(module):
