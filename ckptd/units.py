@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["format_age", "format_bytes", "format_table"]
+__all__ = ["first_of", "format_age", "format_bytes", "format_table"]
 
 
 def format_bytes(size: int) -> str:
@@ -21,6 +21,15 @@ def format_age(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / divisor:.3g} {unit}"
     return f"{seconds / 86400:.3g} d"
+
+
+def first_of(texts: Iterable[object], most: int, *, between: str = ", ", what: str = "more") -> str:
+    """The first texts, and the number of others: "a, b and 3 more", or "a; b; and 3 more ranks"."""
+    found = list(map(str, texts))
+    if len(found) <= most:
+        return between.join(found)
+    last = " and" if between == ", " else f"{between}and"
+    return f"{between.join(found[:most])}{last} {len(found) - most} {what}"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

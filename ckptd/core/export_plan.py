@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptd.storage.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
+from ckptd.units import first_of
 
 __all__ = [
     "BUFFER",
@@ -33,7 +34,6 @@ __all__ = [
     "SharedRows",
     "SnapshotFacts",
     "Whole",
-    "first_of",
     "join",
     "lacking",
     "named_ranks",
@@ -59,12 +59,6 @@ def ranges(numbers: Iterable[int]) -> str:
 def named_ranks(ranks: Collection[int]) -> str:
     """Ranks in words: rank 1; ranks 1, 3 to 7."""
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
-
-
-def first_of(names: Sequence[str], limit: int) -> str:
-    """The first names, and the number of others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 OURS = "ckptd."  # entries that only the client reads

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptd.core.users import UserQuotas, owner_of, same_owner
 from ckptd.transport.messages import Member, Parks, RankParked, RefusalCode
-from ckptd.units import format_bytes
+from ckptd.units import first_of, format_bytes
 
 __all__ = [
     "Admitted",
@@ -459,9 +459,8 @@ def _users(but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) 
         name = f"{key.job}/{key.run}" if _may_name(but, key.job, memory) else "jobs of other users"
         runs[name] = runs.get(name, 0) + size
     largest = sorted(runs.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest[:8])
-    more = f" and {len(largest) - 8} more" if len(largest) > 8 else ""
-    return f" by {shown}{more}" if runs else ""
+    shown = first_of((f"{name} ({format_bytes(size)})" for name, size in largest), 8)
+    return f" by {shown}" if runs else ""
 
 
 def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> str:
@@ -519,8 +518,7 @@ def _of_same_script(job: str, other: str) -> bool:
 
 def _listed(sizes: Mapping[str, int]) -> str:
     """Names with their bytes, the largest first."""
-    named = ", ".join(f"{name!r} ({format_bytes(sizes[name])})" for name in _largest(sizes)[:8])
-    return named + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+    return first_of((f"{name!r} ({format_bytes(sizes[name])})" for name in _largest(sizes)), 8)
 
 
 def _largest(sizes: Mapping[str, int]) -> list[str]:

@@ -43,7 +43,7 @@ from ckptd.ctl.peers_command import ask_what_if, what_if_json, what_if_text
 from ckptd.errors import ElasticError
 from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError, WireError
-from ckptd.units import format_age, format_bytes, format_table
+from ckptd.units import first_of, format_age, format_bytes, format_table
 
 __all__ = ["QUESTIONS", "Canvas", "lost_text", "next_text", "outlook_text", "planned_text"]
 
@@ -441,6 +441,4 @@ def _size(size_bytes: int) -> str:
 
 
 def _experts(situation: Situation, which: Sequence[tuple[int, int]]) -> str:
-    shown = [f"{situation.layers[layer]} expert {expert}" for layer, expert in which[:_SHOWN]]
-    more = len(which) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    return first_of((f"{situation.layers[layer]} expert {expert}" for layer, expert in which), _SHOWN)

@@ -17,7 +17,6 @@ from ckptd.core.export_plan import (
     JoinedSnapshot,
     RankImage,
     SharedRows,
-    first_of,
     join,
     lacking,
     named_ranks,
@@ -33,6 +32,7 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import ImageError, ImageTensor
+from ckptd.units import first_of
 
 __all__ = ["SlotSource", "nobody_knows", "open_segments", "open_slot", "sealed_slots"]
 

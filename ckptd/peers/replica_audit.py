@@ -23,6 +23,7 @@ from ckptd.memory.slot_digests import SealOutcome
 from ckptd.peers.peer_link import Holder
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import ComparedRanks, Member
+from ckptd.units import first_of
 
 __all__ = ["ReplicaAudit"]
 
@@ -168,11 +169,10 @@ def _message(key: RankKey, group: str, told: RankDigests) -> p.TellDigests:
 
 def _differing(found: Differing) -> str:
     names = [_odd(name, ranks) for name, ranks in sorted(found.odd.items())]
-    more = f" and {len(names) - _NAMED} more tensors" if len(names) > _NAMED else ""
     before = "before the schedule changed" if found.equal_at < 0 else f"at iteration {found.equal_at}"
     text = (
         f"iteration {found.iteration}: the ranks {_listed(found.ranks)} should hold the same values and do "
-        f"not: {', '.join(names[:_NAMED])}{more}. They were the same {before}"
+        f"not: {first_of(names, _NAMED, what='more tensors')}. They were the same {before}"
     )
     if odd := _in_minority(found):
         return f"{text}: suspect the accelerator and the memory of rank {_listed(odd)}"
@@ -197,5 +197,4 @@ def _diverged(found: Diverged) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ", ".join(map(str, ranks[:8])) + more
+    return first_of(ranks, 8)

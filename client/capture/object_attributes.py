@@ -37,6 +37,7 @@ from ckptd.client.capture.attribute_records import (
 )
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import named_modules
+from ckptd.units import first_of
 
 __all__ = ["ATTRIBUTES", "ObjectAttributes", "of_modules", "of_trainer"]
 
@@ -186,7 +187,7 @@ class ObjectAttributes:
     def describe(self) -> str:
         """What is captured, and what is not; empty if nothing has changed."""
         found = [("captured", self.captured()), ("changed, and not captured", self.left_out())]
-        return "; ".join(f"attributes {how}: {_listed(names)}" for how, names in found if names)
+        return "; ".join(f"attributes {how}: {first_of(names, _SHOWN)}" for how, names in found if names)
 
     def captured(self) -> list[str]:
         """The attributes that are captured now."""
@@ -321,10 +322,6 @@ class ObjectAttributes:
             if found[0] is None or found[0].tag != "v":
                 records[id(value)] = found
         return found
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 # -- whose attributes are looked at ----------------------------------------------------------------

@@ -49,11 +49,12 @@ from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
+from ckptd.units import first_of
 
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
 
-__all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "nan_tensors", "some", "write_image", "zero_missing"]
+__all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "nan_tensors", "write_image", "zero_missing"]
 
 logger = get_logger(__name__)
 
@@ -62,6 +63,7 @@ _DRAIN_S = 1.0
 _WORTH_WAITING_BYTES = 64 << 20
 _SEALING_PATIENCE_S, _SEALING_PAUSE_S = 2.0, 60.0
 _LOOK_S = 0.5e-3
+_NAMED = 3
 # The training thread copies buffers up to this size: a native kernel may change them in the forward
 # without incrementing their version (batch norm does), and a torn copy would go unnoticed.
 SMALL_BUFFER_BYTES = 1 << 20
@@ -475,7 +477,7 @@ class Capture:
                 "longer. The usual cause is a write between the top and optimizer.step(), such as weight "
                 "decay by p.data.mul_(): do it after optimizer.step(), or in the optimizer",
                 step,
-                some(fill.changed),
+                first_of(sorted(fill.changed), _NAMED),
             )
         hopeless = fill.changed_at_once - self._hopeless
         if hopeless:
@@ -485,7 +487,7 @@ class Capture:
                 "another thread writes to it. There can be no snapshot of a step at whose top that "
                 "happens: let the thread wait for the training loop",
                 step,
-                some(hopeless),
+                first_of(sorted(hopeless), _NAMED),
             )
 
     def _write_image(self, fill: Fill) -> bool:
@@ -603,12 +605,6 @@ class Capture:
 def _both(packed: Callable[[], list[CopyItem]], gradients: GradientCopy) -> Callable[[], list[CopyItem]]:
     """Packed state and gradients, when their turn comes."""
     return lambda: [*packed(), *gradients.items()]
-
-
-def some(names: set[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(sorted(names)[:most]) + more
 
 
 # -- NaN in a filled slot --------------------------------------------------------------------------

@@ -44,8 +44,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.client.interchange.dcp_export import own_pipes
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, buffer_of
-from ckptd.core.export_plan import first_of
 from ckptd.export.dcp_wire import Ask, Contents, DcpTensor, ReadJob
+from ckptd.units import first_of
 
 __all__ = ["MetadataRefused", "StoredState", "main", "read_dcp_metadata"]
 

@@ -32,6 +32,7 @@ from ckptd.storage.model_set import (
 from ckptd.storage.stores.objects import StoreError
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.store_base import public_url
+from ckptd.units import first_of
 
 __all__ = ["StartMismatch", "load_start", "start_unprotected"]
 
@@ -118,10 +119,9 @@ class _Start:
                 problems += _differences(name, stored, self._live[name])
         problems += self._optimizer_problems()
         if problems:
-            more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             raise StartMismatch(
                 f"start_from={self._shown!r} does not fit this model: "
-                f"{'; '.join(problems[:_MOST_NAMED])}{more}"
+                f"{first_of(problems, _MOST_NAMED, between='; ')}"
             )
 
     def load(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.capture.live_tensors import CopySplit, LiveSources, PackedState
-from ckptd.client.capture.slot_writer import some, write_image, zero_missing
+from ckptd.client.capture.slot_writer import write_image, zero_missing
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
@@ -25,10 +25,12 @@ from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
+from ckptd.units import first_of
 
 __all__ = ["CopyFailed", "Moment", "ParkCopy", "ParkFill", "TopTensors"]
 
 # A device that does not deliver within this time hangs; what it may still write to is not used again.
+_NAMED = 3  # of what was written to meanwhile
 _COPY_S = 60.0
 
 
@@ -187,7 +189,7 @@ class ParkCopy:
         zero_missing(segment, index, layout, tensors.missing)
         self._copy(moment.ready, segment, index, items, tensors)
         written = tensors.changed() - moment.buffers.keys() | tensors.unlike(segment, index)
-        changed = moment.changed() or some(written)
+        changed = moment.changed() or first_of(sorted(written), _NAMED)
         if changed:
             raise CopyFailed(f"{changed} changed since the top of step {moment.step}")
         return packed

@@ -27,6 +27,7 @@ from ckptd.client.identity import Identity
 from ckptd.client.ranks.job_link import job_link
 from ckptd.client.ranks.store_barrier import DEADLINE_S, StoreBarrier
 from ckptd.errors import CkptdError, DaemonUnavailable
+from ckptd.units import first_of
 
 __all__ = [
     "Collectives",
@@ -243,8 +244,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _first(texts: Sequence[str]) -> str:
-    more = len(texts) - _FAILURES_SHOWN
-    return "; ".join(texts[:_FAILURES_SHOWN]) + (f"; and {more} more ranks" if more > 0 else "")
+    return first_of(texts, _FAILURES_SHOWN, between="; ", what="more ranks")
 
 
 def refused(what: str, problems: Mapping[int, str]) -> ValueError:

@@ -53,6 +53,7 @@ from ckptd.client.recovery.verification import identical
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import CopyEngine
+from ckptd.units import first_of
 
 __all__ = ["Rehearsal"]
 
@@ -260,7 +261,7 @@ class Rehearsal:
         if index in self._failed:
             if found:
                 raise CannotCopy(
-                    f"a copy with all that is in memory does not step as it does ({_shown(found)} "
+                    f"a copy with all that is in memory does not step as it does ({first_of(found, _SHOWN)} "
                     "differ), so a copy tells nothing"
                 )
             self._refuse(index, self._failed[index])
@@ -283,7 +284,7 @@ class Rehearsal:
         who = type(self._live.optimizers[index]).__name__
         assert self._pristine is not None
         changed = self._hidden.changed_since(self._pristine.outside)
-        where = f" Outside of it has changed since the start: {_shown(changed)}." if changed else ""
+        where = f" Outside of it has changed since the start: {first_of(changed, _SHOWN)}." if changed else ""
         resumed = self._memory.epoch_start >= 0
         kept = (
             "those of before stay as they are"
@@ -293,7 +294,7 @@ class Rehearsal:
         self._recorder.refuse(
             f"optimizer {who} keeps state which cannot be captured: loaded into a copy of it, the "
             f"snapshot of iteration {failure.iteration} does not lead "
-            f"to what its step makes of {_shown(failure.paths)}.{where} No snapshot is taken any "
+            f"to what its step makes of {first_of(failure.paths, _SHOWN)}.{where} No snapshot is taken any "
             f"more; {kept}. Keep that state in `state` or in attributes of "
             "the optimizer (tensors, numbers, text, lists, dicts), or use another optimizer; if a "
             "resume may differ there, pass recovery=RecoveryOptions(rehearse=False) "
@@ -629,8 +630,3 @@ def _same(a: Tensor, b: Tensor, rows: list[tuple[int, int]] | None) -> bool:
     if rows is None or not a.ndim or a.shape != b.shape:
         return identical(a, b)
     return all(identical(a[i:j], b[i:j]) for i, j in rows)
-
-
-def _shown(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more

@@ -56,6 +56,7 @@ from ckptd.client.model.waiting_gradients import GRADIENTS, WaitingGradients
 from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.client.rng_state import restore_rng
 from ckptd.core.state_machine import MachineState, Transitions, validated
+from ckptd.units import first_of
 
 __all__ = ["TRANSITIONS", "Replay", "ReplayEvent", "ReplayMismatch", "ReplayProgress", "ReplayState"]
 
@@ -407,10 +408,9 @@ class Replay(ReplayProgress):
         return checksum(self._binding, [n for n in self._binding.params if n in names])
 
     def _report(self, found: list[str], iteration: int) -> None:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         text = (
             f"replay of iteration {iteration - 1} did not reproduce the values recorded at iteration "
-            f"{iteration}: {found[0]}{more}. Either the step is not deterministic (other thread count, "
+            f"{iteration}: {first_of(found, 1)}. Either the step is not deterministic (other thread count, "
             "non-deterministic kernels, data that is not in state=) or memory was corrupted"
         )
         self.mismatches.append(text)

@@ -42,6 +42,7 @@ from ckptd.core.snapshot_policy import (
     SlidingPolicy,
     SnapshotPolicy,
 )
+from ckptd.units import first_of
 
 __all__ = [
     "SnapshotPlan",
@@ -591,8 +592,7 @@ def signature_difference(
         if before.get(key) != now.get(key) and not _STATE_ROW.fullmatch(key[0]):
             old, new = (_words(d.get(key)) for d in (before, now))
             found.append(f"{key[0]} {key[1]}: {old} in the snapshot, {new} here")
-    more = f"; and {len(found) - limit} more" if len(found) > limit else ""
-    return "; ".join(found[:limit]) + more
+    return first_of(found, limit, between="; ")
 
 
 def _words(value: tuple[str, tuple[int, ...]] | None) -> str:

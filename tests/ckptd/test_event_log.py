@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptd.core.sessions import RankKey
 from ckptd.event_log import EventLog
-from ckptd.units import format_age, format_bytes, format_table
+from ckptd.units import first_of, format_age, format_bytes, format_table
 
 
 def test_events_are_numbered_and_bounded() -> None:
@@ -82,3 +82,10 @@ def test_numbers_for_people() -> None:
     ]
     assert format_table(("a", "n"), [("x", 5), ("yy", 10)]) == "a    n\nx    5\nyy  10"
     assert format_table(("a",), []) == "a"
+
+
+def test_the_first_of_many_are_named_and_the_others_counted() -> None:
+    assert first_of([], 2) == ""
+    assert first_of(iter([1, 2]), 2) == "1, 2"
+    assert first_of("abcde", 2) == "a, b and 3 more"
+    assert first_of("abcde", 2, between="; ", what="more ranks") == "a; b; and 3 more ranks"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from ckptd.core.replication.replicas import Promise
+from ckptd.units import first_of
 
 __all__ = ["GUEST_S", "MAX_GUESTS", "MAX_GUEST_RUNS", "KnownRun", "KnownRuns", "RunAccess"]
 
@@ -223,7 +224,7 @@ class RunAccess:
         members = self.members(job, run)
         if peer in members or not (members or self._holds(job, run)):
             return ""
-        known = f"its members are {_named(sorted(members))}" if members else "its members are not known"
+        known = f"its members are {first_of(sorted(members), 8)}" if members else "its members are not known"
         return f"{peer} is no member of {job}/{run}: {known}"
 
     def members(self, job: str, run: str) -> set[str]:
@@ -234,7 +235,3 @@ class RunAccess:
 
 def _newer(a: Promise, b: Promise) -> Promise:
     return Promise(max(a.floor, b.floor), max(a.horizon, b.horizon))
-
-
-def _named(nodes: list[str]) -> str:
-    return ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

@@ -34,6 +34,7 @@ from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.retention import References
 from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.stores.objects import ObjectInfo, ObjectMissing, TooLarge
+from ckptd.units import first_of
 
 __all__ = [
     "CheckpointRow",
@@ -171,19 +172,13 @@ def standing_of(incarnation: int, committed: Mapping[int, int]) -> str:
 
 def _nothing(opened: OpenedStore, job: str, run: str | None = None) -> CommandError:
     known = runs_in(opened.store.list(""))
-    listed = _listed("/".join(each) for each in known) or "no run of any job"
+    listed = first_of(map("/".join, known), _MOST_LISTED) or "no run of any job"
     if run is None:
         what, like = f"job {job}", near(job, (each[0] for each in known))
     else:
         what, like = f"{job}/{run}", near(f"{job}/{run}", ("/".join(each) for each in known))
     text = f"nothing is stored of {what} in {opened.place.shown}; it contains {listed}{like}"
     return CommandError(text, EXIT_REFUSED)
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
-    return ", ".join(found[:_MOST_LISTED]) + more
 
 
 # -- manifests ------------------------------------------------------------------------------------
@@ -286,7 +281,7 @@ def choose_checkpoint(
         return found[0]
     name = f"{catalog.job}/{catalog.run}"
     if not found:
-        ends = _listed(str(c.id.end) for c in catalog.checkpoints) or "none"
+        ends = first_of((c.id.end for c in catalog.checkpoints), _MOST_LISTED) or "none"
         raise CommandError(
             f"{name} has no such checkpoint of iteration {iteration}; its checkpoints end at {ends}",
             EXIT_REFUSED,
@@ -316,7 +311,8 @@ def _matching(found: Iterable[_Named], iteration: int, epoch: int | None, agreem
 
 
 def _several(name: str, found: Iterable[CheckpointId | PinName]) -> CommandError:
-    choices = _listed(f"--epoch {each.epoch} --agreement {each.agreement[:8]}" for each in found)
+    options = (f"--epoch {each.epoch} --agreement {each.agreement[:8]}" for each in found)
+    choices = first_of(options, _MOST_LISTED)
     return CommandError(f"{name} has several checkpoints of that iteration; pass one of: {choices}")
 
 

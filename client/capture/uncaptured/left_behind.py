@@ -40,6 +40,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.value_trees import counts_steps
 from ckptd.client.rng_state import GENERATORS
+from ckptd.units import first_of
 
 __all__ = ["LeftBehind", "around_loop", "variables_of"]
 
@@ -256,7 +257,7 @@ class LeftBehind:
                 "NOT CAPTURED: %s: a step takes it over from the one before, and after a failure it begins "
                 "anew. If training depends on it, keep it in a dict in place of the variable: kept = {...}, "
                 'Checkpointer(..., state={"kept": kept})',
-                _listed([_words(name, value) for name, value in carried]),
+                first_of((_words(name, value) for name, value in carried), _SHOWN),
             )
         flags = [path for each in self._attributes for path in each.set_once()]
         if flags:
@@ -264,7 +265,7 @@ class LeftBehind:
                 "NOT CAPTURED: %s: a step has set this flag once, and it is unset after a failure. If what it "
                 "guards must not be done again (an initialization from the first batch), make it a buffer: "
                 "register_buffer(name, torch.tensor(False))",
-                _listed(flags),
+                first_of(flags, _SHOWN),
             )
         self._say(changed, counted)
         self._told = {id(value) for _, value in changed}
@@ -321,7 +322,7 @@ class LeftBehind:
         if changed:
             logger.warning(
                 "NOT CAPTURED: %s: it changes while it trains, and begins anew after a failure. %s %s",
-                _listed([_words(name, value, counted) for name, value in changed]),
+                first_of((_words(name, value, counted) for name, value in changed), _SHOWN),
                 "Pass" if any(isinstance(value, _KINDS) for _, value in changed) else "If it matters, pass",
                 self._advice(changed),
             )
@@ -414,10 +415,6 @@ def _of_ckptd(iterator: Any) -> bool:
     return frame is not None and _package(frame) == "ckptd"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
 def _may_be_shown(value: object) -> bool:
     """True for values whose methods change nothing else, as an object of the user's might."""
     return type(value) in _NUMBERS or isinstance(value, (bool, Tensor, *_CONTAINERS))
@@ -425,7 +422,7 @@ def _may_be_shown(value: object) -> bool:
 
 def _words(name: str, value: object, counted: Sequence[str] = ()) -> str:
     kind = type(value).__name__.lstrip("_")
-    return f"self ({kind}: {_listed(counted)})" if name == "self" else f"{name} ({kind})"
+    return f"self ({kind}: {first_of(counted, _SHOWN)})" if name == "self" else f"{name} ({kind})"
 
 
 def _not_looked_at(error: Exception) -> None:

@@ -27,6 +27,7 @@ from ckptd.client.ranks.collectives import Collectives, ship_bytes
 from ckptd.client.rng_state import restore_rng
 from ckptd.core.elastic.incarnation_plan import Handover
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, Unit
+from ckptd.units import first_of
 
 __all__ = ["Loader", "check_fits", "transfer_state"]
 
@@ -123,9 +124,8 @@ def check_fits(binding: LiveState, held: Sequence[Unit], mine: set[str]) -> None
     if not missing and not beyond:
         return
     what = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in beyond]
-    more = f"; and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
     raise ValueError(
-        f"the state of this run is of another model: {'; '.join(what[:_NAMED])}{more}. "
+        f"the state of this run is of another model: {first_of(what, _NAMED, between='; ')}. "
         "Pass run= a new name to begin anew"
     )
 
