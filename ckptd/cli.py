@@ -20,8 +20,6 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.node.daemon import Daemon
 from ckptd.printable import for_terminal, set_up_logging
 
-__all__ = ["main"]
-
 EXIT_USAGE = 2
 EXIT_ALREADY_RUNNING = 3
 EXIT_UNUSABLE = 4

@@ -12,8 +12,6 @@ from ckptd.core.sessions import RankKey
 from ckptd.printable import one_line
 from ckptd.transport.messages import EventInfo, Events
 
-__all__ = ["EventLog"]
-
 logger = logging.getLogger(__name__)
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

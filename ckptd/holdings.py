@@ -25,17 +25,6 @@ from ckptd.errors import RemoteProtocolError
 from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "HeldHistory",
-    "begun_epochs",
-    "fetch_piece",
-    "header_record",
-    "held_from_segments",
-    "newest_history",
-    "operators_id",
-    "policy_of",
-]
-
 
 def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
     """A node's segments, for `ckptd.core.recovery.global_plan.plan_recovery`.

@@ -27,8 +27,6 @@ from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.messages import Ping, Pong
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["answers", "connect", "ensure_daemon", "unexpected"]
-
 logger = logging.getLogger(__name__)
 
 _IDLE_EXIT_S = 3600

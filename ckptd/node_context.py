@@ -14,8 +14,6 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.storage.image import DigestMap
 from ckptd.workers import Workers
 
-__all__ = ["DigestThreads", "NodeContext", "NodeWorkers", "Post"]
-
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]

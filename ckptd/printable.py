@@ -14,18 +14,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = [
-    "HIDDEN",
-    "TextFormatter",
-    "for_json",
-    "for_terminal",
-    "hide_options",
-    "hide_secrets",
-    "one_line",
-    "set_up_logging",
-]
-
-
 HIDDEN = "***"
 
 # A credential may be a token; lost tokens are those of a text.

@@ -12,8 +12,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["new_private_file", "replace_private_file", "sync_folder"]
-
 
 def new_private_file(path: Path, data: bytes) -> None:
     """Write a file that does not exist yet; it is on disk, with its name, when this returns.

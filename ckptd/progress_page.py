@@ -14,8 +14,6 @@ from enum import IntEnum
 from functools import cache
 from typing import NamedTuple, Self
 
-__all__ = ["PAGE_VARIABLE", "ProgressPage", "StepProgress", "StepStage", "inherited_page"]
-
 PAGE_VARIABLE = "CKPTD_HOST_PROGRESS"
 _MAGIC = b"ckptd\0p1"
 _FIELDS = struct.Struct("=QqBB")  # beats, step, whether one runs, stage

@@ -15,20 +15,6 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, Self
 
-__all__ = [
-    "EPOCH_VARIABLE",
-    "LINE_VARIABLE",
-    "EndLoop",
-    "HostEnd",
-    "JobStart",
-    "NextEpoch",
-    "TrainerEnd",
-    "TrainerSaid",
-    "epoch_and_absent",
-    "epoch_text",
-    "inherited_line",
-]
-
 LINE_VARIABLE = "CKPTD_HOST_LINE"
 # In a job that re-routes: the epoch, a colon, and the ranks without which it goes on: "3:1,5".
 EPOCH_VARIABLE = "CKPTD_HOST_EPOCH"

@@ -13,8 +13,6 @@ from ckptd.launch import connect
 from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
-__all__ = ["SavedIteration", "saved_iterations"]
-
 _ANSWER_S = 10.0
 _STORE_S = 900.0  # a store may take its time; the daemon gives up on it by itself
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["first_of", "format_age", "format_bytes", "format_table"]
-
 
 def format_bytes(size: int) -> str:
     """Bytes with a binary unit and three significant digits: 1536 -> "1.5 KiB"."""

@@ -12,8 +12,6 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["MAX_PACKED_BYTES", "unpack"]
-
 MAX_PACKED_BYTES = 32 << 20
 
 T = TypeVar("T")

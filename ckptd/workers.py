@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Workers"]
-
 
 @dataclass(slots=True)
 class _Job:

@@ -72,8 +72,6 @@ from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.restart_line import NextEpoch
 
-__all__ = ["Checkpointer"]
-
 logger = get_logger(__name__)
 
 _ERROR_SHOWN = 200

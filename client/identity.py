@@ -13,8 +13,6 @@ from ckptd.client.options import RunOptions
 from ckptd.config.daemon_config import ConfigError, daemon_user
 from ckptd.core.users import job_prefix
 
-__all__ = ["Identity", "identify"]
-
 _DEFAULT_RUN = "default"
 _DIGEST_DIGITS = 8
 # An id that `torchrun --standalone` or the launcher's API generates: a UUID, or one as a decimal number.

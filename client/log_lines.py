@@ -6,8 +6,6 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["get_logger"]
-
 _PREFIX = "ckptd: "
 
 if TYPE_CHECKING:

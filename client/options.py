@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from ckptd.client.model.operators import Grouping
     from ckptd.core.elastic.rebalance_policy import TimesConfig
 
-__all__ = [
-    "CHECKPOINTER_GROUPS",
-    "MAX_WINDOW",
-    "CheckpointerOptions",
-    "DaemonOptions",
-    "LayoutOptions",
-    "OptionGroups",
-    "PartialOptions",
-    "PlacementOptions",
-    "RecoveryOptions",
-    "RunOptions",
-    "SnapshotOptions",
-    "check_keywords",
-    "daemon_options",
-    "run_options",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_WINDOW = 64
 _SHOWN_CHARACTERS = 60

@@ -15,8 +15,6 @@ from typing import Self
 from ckptd.client.log_lines import get_logger
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, RecoveryTrace
 
-__all__ = ["PhaseClock", "note_imported"]
-
 logger = get_logger(__name__)
 
 _imported_s = -1.0

@@ -29,8 +29,6 @@ from ckptd.client.stats import Stats
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["PipelinePart"]
-
 logger = get_logger(__name__)
 
 

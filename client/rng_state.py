@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GENERATORS", "Draws", "capture_rng", "restore_rng"]
-
 # What a program may keep of its own.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 

@@ -15,8 +15,6 @@ from ckptd.client.stats import Stats
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.snapshot_policy import MISSING_COUNTERS
 
-__all__ = ["SCALARS", "ScalarWriter", "TierSteps", "scalars_of", "write_scalars"]
-
 SCALARS = {
     "ckptd/stall_ms": "How long snapshots held up the training thread in a step: mean of the last 100 steps.",
     "ckptd/stall_ms_max": "The longest of these 100.",

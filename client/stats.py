@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, fields
 from ckptd.core.histogram import STALL_BOUNDS_S, Histogram, bucket_metrics
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phase_metrics
 
-__all__ = ["Stats"]
-
 _RECENT_STEPS = 100
 
 

@@ -47,8 +47,6 @@ from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.progress_page import StepStage, inherited_page
 
-__all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "number_of_steps", "tell_differences"]
-
 logger = get_logger(__name__)
 
 SEAL_WAIT_S = 5.0

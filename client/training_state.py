@@ -36,8 +36,6 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.schedule.partial_schedule import check_experts
 from ckptd.core.snapshot_policy import OperatorKind
 
-__all__ = ["TrainingState", "check_sharded", "check_state", "examine", "placement_lines"]
-
 logger = get_logger(__name__)
 
 

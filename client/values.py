@@ -20,8 +20,6 @@ import msgpack
 import numpy as np
 import torch
 
-__all__ = ["MAX_DEPTH", "UnsupportedValue", "bytes_of", "equal", "pack", "unpack"]
-
 # Of tuples, sets and the other types with a code. Lists and dicts have msgpack's own bound (511 to
 # pack, 1,024 to unpack).
 MAX_DEPTH = 100

@@ -16,17 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = [
-    "DEFAULT_PLAN",
-    "H100_CURVE",
-    "ChunkPoint",
-    "CopyCurve",
-    "CopyPlan",
-    "CopyPrediction",
-    "SizePoint",
-    "choose_copy_plan",
-]
-
 # Thresholds and chunks that are looked at: powers of two.
 _SIZES = tuple(1 << shift for shift in range(12, 27))  # 4 KiB to 64 MiB
 _CHUNKS = tuple(1 << shift for shift in range(20, 27))  # 1 MiB to 64 MiB

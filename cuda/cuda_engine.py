@@ -35,8 +35,6 @@ from ckptd.cuda.quiet_threads import quietly, start_quiet
 from ckptd.cuda.samples import Samples
 from ckptd.cuda.store_kernel import StoreKernel, Tiles, store_kernel
 
-__all__ = ["CopyTransfers", "CudaEngine", "describe_copies", "make_engine", "plan_transfers"]
-
 logger = logging.getLogger(__name__)
 
 # Bytes cross the link in stretches of at most the plan's chunk. A copy engine stays with one stream while

@@ -29,8 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceDispatch", "DeviceDispatcher", "DeviceSends", "KernelsUnavailable"]
-
 # Numbers of a tile: 8 for each thread of a program's default 4 warps.
 _TILE = 1024
 # Neighbouring columns read at once: 4 int64 are a sector of 32 bytes.

@@ -7,8 +7,6 @@ import functools
 import logging
 from typing import Any
 
-__all__ = ["cuda_driver", "ignore_captures"]
-
 logger = logging.getLogger(__name__)
 
 _LIBRARY = "libcuda.so.1"

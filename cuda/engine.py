@@ -25,8 +25,6 @@ from ckptd.cuda.samples import Samples
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CopyEngine", "CopyGate", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
-
 # Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it, a second
 # OpenMP team in this process would make the trainer's threads sleep at every barrier instead of spinning (65
 # % slower on two cores). torch's number of threads is not ours to change: that changes bits.

@@ -29,8 +29,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["Bell", "may_end_here", "quietly", "start_loud", "start_quiet", "waiting"]
-
 Result = TypeVar("Result")
 
 _NEVER = (2**31 - 1,) * 3

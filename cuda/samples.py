@@ -27,8 +27,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["SamplePlan", "Samples"]
-
 # Samples of one tensor: the fewest, and one for each MiB more, within bounds. Reading an uncached word takes
 # about 10 ns of the training thread: 16,000 of them 150 us (2,000 tensors), 3,200 of them 50 us (50 tensors
 # of a GiB).

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from ckptd.cuda.driver import cuda_driver
 
-__all__ = ["StoreKernel", "Tiles", "store_kernel"]
-
 logger = logging.getLogger(__name__)
 
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM

@@ -25,24 +25,6 @@ from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import DTYPE_SIZE, OWN_PREFIX, ImageError
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "GRADIENT_ALIGNMENT",
-    "OPTIMIZERS",
-    "GradientBlock",
-    "UpdateRecord",
-    "UpdatedGroup",
-    "UpdatedParameter",
-    "aligned",
-    "block_bytes_max",
-    "first_gradient",
-    "gradient_range",
-    "pack_pieces",
-    "read_block",
-    "record_bytes_max",
-    "unpack_pieces",
-    "write_block",
-]
-
 # Optimizers of `torch.optim` whose update of a parameter depends on its own gradient and state alone.
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
 GRADIENT_ALIGNMENT = 64

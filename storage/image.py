@@ -47,19 +47,6 @@ from ckptd.storage.image_format import (
     render_header,
 )
 
-__all__ = [
-    "DigestMap",
-    "DigestMismatch",
-    "ImageLayout",
-    "ImageView",
-    "Mismatch",
-    "layout_id_of",
-    "mismatches",
-    "seal",
-    "sealed_digests",
-    "verify",
-]
-
 _ITERATION_WIDTH = 20
 _SCALARS_WIDTH = 12
 # Metadata keys that ``identity`` must not contain.

@@ -19,28 +19,6 @@ from typing import TypeGuard
 import msgspec
 import xxhash
 
-__all__ = [
-    "DATA_ALIGNMENT",
-    "DIGEST_HEX",
-    "DTYPE_SIZE",
-    "FORMAT",
-    "LENGTH_BYTES",
-    "MAX_DIMS",
-    "MAX_HEADER_BYTES",
-    "OWN_PREFIX",
-    "SCALARS",
-    "HeaderError",
-    "ImageError",
-    "ImageTensor",
-    "ObjectHeader",
-    "TensorEntry",
-    "data_offset_of",
-    "parse_header",
-    "parse_safetensors_header",
-    "render_header",
-    "tag_of",
-]
-
 FORMAT = "ckptd/1"
 SCALARS = "ckptd.scalars"
 """The tensor with the step's scalars, packed; ``scalars_len`` of its bytes are used."""

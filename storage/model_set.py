@@ -32,27 +32,6 @@ from ckptd.storage.image_format import (
 )
 from ckptd.storage.stores.objects import ObjectStore, Range
 
-__all__ = [
-    "IMPORT_FORMAT",
-    "MANIFEST",
-    "MODEL",
-    "OPTIMIZER",
-    "FolderFiles",
-    "ModelSet",
-    "SetError",
-    "SetFile",
-    "SetFiles",
-    "SetTensor",
-    "StoreFiles",
-    "file_name",
-    "index_name",
-    "open_set",
-    "plain_names",
-    "plan_shards",
-    "render_import",
-    "render_index",
-]
-
 IMPORT_FORMAT = "ckptd.import/1"
 MANIFEST = "import.json"
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -22,8 +22,6 @@ import xxhash
 from ckptd.storage.image import ImageView, layout_id_of
 from ckptd.storage.image_format import OWN_PREFIX, ImageTensor, parse_header, render_header
 
-__all__ = ["NewerSnapshots", "StorableImage", "bare", "cut", "reduced"]
-
 _ROWS = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]", re.DOTALL)
 
 

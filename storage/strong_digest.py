@@ -17,16 +17,6 @@ from typing import Any
 
 from blake3 import blake3
 
-__all__ = [
-    "STRONG_DIGEST",
-    "Digesting",
-    "fastest_algorithm",
-    "is_strong_digest",
-    "matches",
-    "strong_digest",
-    "strong_digest_of",
-]
-
 STRONG_DIGEST = r"(blake3|sha256):[0-9a-f]{64}"
 _PATTERN = re.compile(STRONG_DIGEST)
 _PROBE_BYTES = 4 << 20  # some milliseconds

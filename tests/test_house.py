@@ -13,7 +13,7 @@ FOLDERS = ("ckptd", "client", "cuda", "storage", "transport")
 MODULES_MAX = 15
 COLUMNS_MAX = 110
 # A shorter module is worth a door of its own only where several others come in.
-LINES_MIN = 80
+LINES_MIN = 76
 # Users import it by this name.
 PUBLIC_DOORS = {"ckptd/saved.py"}
 # The field has a word for each of these (docs/decisions/house.md).
@@ -22,6 +22,8 @@ PRIVATE_WORDS = {
 }
 # A line for each module that has no test of its own name.
 COVERED = Path("tests", "covered_by.txt")
+# The reference of the documentation shows these, and no imports.
+NAMES_LISTED = {"ckptd/errors.py"}
 # Used alike by users of two frameworks.
 CLASSES_TWICE = {"CkptdCallback"}
 
@@ -121,6 +123,19 @@ def test_a_name_is_imported_from_where_it_is_defined() -> None:
     }
     assert len(borrowed) > 1000, "the imports were not found"
     assert not second_hand
+
+
+def test_only_packages_list_their_names() -> None:
+    """In a module an underscore says what is private, as linters and mypy see it. Nothing held a list of names to
+    that: 97 listed ones were imported by nobody, and 20 that others import were not listed.
+    """
+    lists = {
+        str(path)
+        for path in modules()
+        for node in tree_of(path).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "__all__" in ast.unparse(node).split(" = ")[0]
+    }
+    assert lists == NAMES_LISTED
 
 
 def test_functions_and_classes_have_the_words_of_the_field() -> None:

@@ -38,21 +38,6 @@ from dataclasses import dataclass
 from enum import Flag, StrEnum, auto
 from typing import Protocol
 
-__all__ = [
-    "Access",
-    "Completion",
-    "Fabric",
-    "FabricCounters",
-    "Fault",
-    "FileRange",
-    "Peer",
-    "PeerAddress",
-    "Region",
-    "RegionKey",
-    "Scope",
-    "Transfer",
-]
-
 CHUNK_BYTES = 1 << 20
 
 

@@ -31,18 +31,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "MAX_BODY_BYTES",
-    "ControlClient",
-    "RefusedError",
-    "RequestTimeout",
-    "WireError",
-    "decode",
-    "encode",
-    "peer_process",
-    "peer_user",
-]
-
 MAX_BODY_BYTES = 32 << 20  # a slot table with 100,000 operator names is about 10 MB
 MAX_ENVELOPE_BYTES = 64
 SEND_QUEUE = 256  # one-way messages kept while the daemon does not read

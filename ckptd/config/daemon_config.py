@@ -33,24 +33,6 @@ from ckptd.core.users import UserQuotas
 from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
 from ckptd.transport.access.local_trust import own_users, user_name
 
-__all__ = [
-    "ConfigError",
-    "LoadedConfig",
-    "daemon_user",
-    "default_endpoint",
-    "endpoint_for",
-    "field_docs",
-    "handed_files",
-    "load_config",
-    "notify_settings",
-    "render_table",
-    "render_toml",
-    "shown_default",
-    "traces_wanted",
-    "trusted_users",
-    "user_quotas",
-]
-
 _FIRST_HANDED = 3  # after the three standard files
 _SECRETIVE = ("store", "store_options")  # may contain credentials: their values are not shown
 _NUMBER_BITS = 64  # of a setting

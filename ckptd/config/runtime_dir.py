@@ -14,29 +14,6 @@ from pathlib import Path
 
 from ckptd.private_files import replace_private_file
 
-__all__ = [
-    "AUDITED_RUN_VARIABLE",
-    "AUDIT_VARIABLE",
-    "AlreadyRunning",
-    "UnusableFolder",
-    "audit_runtime_dir",
-    "builtin_runtime_dir",
-    "claim",
-    "default_runtime_dir",
-    "forget_operator",
-    "give_to_group",
-    "group_number",
-    "is_claimed",
-    "is_operated",
-    "keep_log_place",
-    "keep_node_name",
-    "log_place",
-    "mark_operated",
-    "node_name",
-    "private_folder",
-    "settings_of_unit",
-]
-
 
 def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
     """The default folder for the socket of a daemon of this user."""

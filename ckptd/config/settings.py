@@ -17,16 +17,6 @@ from typing import Any, TypeVar
 
 from ckptd.storage.stores.store_base import public_url
 
-__all__ = [
-    "DaemonConfig",
-    "given_settings",
-    "parse_bytes",
-    "parse_labels",
-    "parse_memory",
-    "parse_peers",
-    "parse_user_quotas",
-]
-
 _IPC_PATH_LIMIT = 107  # sun_path of a unix socket, less the terminating zero
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):

@@ -20,22 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = [
-    "UNIT_DURATIONS",
-    "ActionKind",
-    "GapMeter",
-    "PipelineAction",
-    "RankBubbles",
-    "Timed",
-    "by_kind",
-    "gpipe_orders",
-    "one_f_one_b_orders",
-    "parse_actions",
-    "play",
-    "rank_bubbles",
-    "split_bytes",
-]
-
 
 class ActionKind(StrEnum):
     """What is computed for a micro-batch, by the letters of ``torch.distributed.pipelining``."""

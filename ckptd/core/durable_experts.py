@@ -25,16 +25,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = [
-    "DurableChoice",
-    "DurableTurns",
-    "Listed",
-    "choose_durable",
-    "have_gaps",
-    "slots_with_old_copies",
-    "turns_of",
-]
-
 
 class Listed(NamedTuple):
     """A snapshot of a checkpoint."""

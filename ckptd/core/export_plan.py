@@ -23,27 +23,6 @@ from ckptd.storage.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
 from ckptd.units import first_of
 
-__all__ = [
-    "BUFFER",
-    "OURS",
-    "DamagedSnapshot",
-    "ExportError",
-    "ExportPlan",
-    "JoinedSnapshot",
-    "RankImage",
-    "SharedRows",
-    "SnapshotFacts",
-    "Whole",
-    "join",
-    "lacking",
-    "named_ranks",
-    "param_and_key",
-    "plan_export",
-    "ranges",
-    "split_rows",
-    "with_older",
-]
-
 
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers as ascending ranges: 1, 3 to 7."""

@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-__all__ = ["STALL_BOUNDS_S", "Histogram", "bucket_metrics", "buckets_in_metrics"]
-
 # From a tenth of a millisecond, which no user notices, to a second, which everybody does.
 STALL_BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 

@@ -22,8 +22,6 @@ from enum import StrEnum
 
 from ckptd.core.window_control import SnapshotReading
 
-__all__ = ["MAX_STALL", "IntervalControl", "IntervalRule", "SnapshotCost", "interval_of"]
-
 MAX_STALL = 0.03
 """CheckFreq's bound by default: the share of the time that stalls take."""
 

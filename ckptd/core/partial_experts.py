@@ -32,24 +32,6 @@ from numpy.typing import ArrayLike
 
 from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
 
-__all__ = [
-    "LOST_TOKENS_LIMIT",
-    "LayerTokens",
-    "Selection",
-    "experts_of_layers",
-    "iterations_at_risk",
-    "plan_partial",
-    "popularity",
-    "proportion_lost",
-    "rooms",
-    "rotation",
-    "select_by_risk",
-    "share_experts",
-    "turns_of_owners",
-    "window_for",
-    "window_within",
-]
-
 LOST_TOKENS_LIMIT = 0.0375
 """The PLT below which MoC-System found no effect on the loss (section 3.1.2)."""
 

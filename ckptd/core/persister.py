@@ -33,30 +33,6 @@ from ckptd.core.slots.ring import Suffix, newest_by_iteration
 from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, SnapshotKey, Tick, key_of
 from ckptd.core.state_machine import MachineState, Transitions, validated
 
-__all__ = [
-    "TRANSITIONS",
-    "UPLOAD_HEADROOM",
-    "Cadence",
-    "Commit",
-    "CommitFailed",
-    "Committed",
-    "Durable",
-    "Effect",
-    "Event",
-    "Fenced",
-    "Flush",
-    "Forgotten",
-    "PersistEvent",
-    "PersistPhase",
-    "PersistState",
-    "Persister",
-    "SlotReused",
-    "SlotTables",
-    "SnapshotStored",
-    "Store",
-    "StoreFailed",
-]
-
 _FIRM_AFTER = 2
 _BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0
 _LATE = 4  # a suffix that is incomplete this many iterations later stays so

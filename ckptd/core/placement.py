@@ -43,9 +43,6 @@ from dataclasses import dataclass, field
 
 from ckptd.units import format_bytes
 
-__all__ = ["DOMAINS", "NodeFacts", "PlacedRank", "ReplicaPlacement", "plan_placement"]
-
-
 DOMAINS = ("zone", "rack", "host")
 
 

@@ -30,23 +30,6 @@ from ckptd.core.snapshot_policy import (
     Schedule,
 )
 
-__all__ = [
-    "HEADROOM_ESTIMATED",
-    "HEADROOM_MEASURED",
-    "Ordering",
-    "SharedOperator",
-    "least_loss_window",
-    "max_piece_bytes",
-    "needs_reorder",
-    "order_operators",
-    "plan_aligned",
-    "plan_schedule",
-    "reorder",
-    "spread",
-    "update_popularity",
-    "worthwhile_window",
-]
-
 # Of the bytes that can be copied, the part that a plan asks for first: rates vary, and first estimates err.
 HEADROOM_ESTIMATED, HEADROOM_MEASURED = 0.9, 0.95
 # Of a large job; what a window costs in recoveries matters where iterations take many seconds.

@@ -17,26 +17,6 @@ from ckptd.core.users import UserQuotas, owner_of, same_owner
 from ckptd.transport.messages import Member, Parks, RankParked, RefusalCode
 from ckptd.units import first_of, format_bytes
 
-__all__ = [
-    "Admitted",
-    "AttachWish",
-    "FailureTimes",
-    "MemoryFacts",
-    "ParkRequests",
-    "RankKey",
-    "Rejected",
-    "SegmentFacts",
-    "SessionTable",
-    "TrainerSession",
-    "bytes_of_user",
-    "decide_attach",
-    "reject_if_too_large",
-    "room_for_replicas",
-    "users_of",
-    "wrong_members",
-]
-
-
 # The default name of a job: its script, and a digest of the folders in which it lies and was started.
 _NAMED_AFTER_SCRIPT = re.compile(r"(.+)-[0-9a-f]{8}")
 

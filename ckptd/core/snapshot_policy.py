@@ -22,25 +22,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-__all__ = [
-    "MISSING_COUNTERS",
-    "AlignedPolicy",
-    "Calendar",
-    "DensePolicy",
-    "Level",
-    "OperatorCost",
-    "OperatorKind",
-    "PartialPolicy",
-    "PartialScope",
-    "PhaseLevels",
-    "PolicyKind",
-    "Schedule",
-    "SlidingPolicy",
-    "SnapshotPolicy",
-    "Strides",
-    "policy_for",
-]
-
 MISSING_COUNTERS = ("failed", "torn", "no_slot", "undecided")
 """Counters of a trainer for snapshots that its schedule wanted, and that were not taken."""
 

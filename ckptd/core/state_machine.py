@@ -18,8 +18,6 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from ckptd.errors import LocalProtocolError
 
-__all__ = ["MachineState", "Transitions", "validate_always", "validated", "validating"]
-
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
 M = TypeVar("M", bound="_Validates")

@@ -36,43 +36,6 @@ from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.errors import LocalProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "TRANSITIONS",
-    "Access",
-    "Add",
-    "AllReady",
-    "Apply",
-    "Ask",
-    "Change",
-    "CompareAndSwap",
-    "Decided",
-    "Delete",
-    "Discard",
-    "Effect",
-    "EndAttempt",
-    "Event",
-    "Get",
-    "Has",
-    "LookForAttempt",
-    "Prepare",
-    "Prepared",
-    "Propose",
-    "Proposed",
-    "RequestFailed",
-    "Stage",
-    "Steps",
-    "SwitchEvent",
-    "Switching",
-    "TellPromise",
-    "TellReady",
-    "Unable",
-    "Watch",
-    "accesses",
-    "largest_found",
-    "propose_largest",
-]
-
-
 _LEAST_MARGIN = 2
 _MOST_MARGIN_S = 60.0
 

@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["UserQuotas", "job_prefix", "owner_of", "same_owner"]
-
 MAX_UID = (1 << 32) - 2  # the number above is the kernel's "no user"
 _PREFIX = re.compile(r"u(0|[1-9][0-9]{0,9})\.")
 

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 
-__all__ = ["Cause", "Shortage", "SnapshotReading", "WindowControl"]
-
 _KEPT = 20
 # So many readings are enough where more than this share of a step is lost.
 _FEW, _SEVERE = 6, 0.3

@@ -64,8 +64,6 @@ from ckptd.ctl.command import (
 from ckptd.transport import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = ["add_advise_command", "failures_at_random"]
-
 _PLAYED_S = 12 * 3600.0
 _PLAYED_FAILURES = 1000  # at most: failures that come every second would take minutes
 _SEEDS = 20

@@ -49,8 +49,6 @@ from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.retention import RetentionPolicy
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = ["add_checkpoints_commands"]
-
 _GRACE_S, _SETTLE_S = RetentionPolicy().grace_ns / 1e9, RetentionPolicy().settle_ns / 1e9
 _MAX_RANKS = 64
 _MAX_FINDINGS = 50

@@ -31,40 +31,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = [
-    "CONNECT_S",
-    "EXIT_DAMAGED",
-    "EXIT_FAILED",
-    "EXIT_INTERRUPTED",
-    "EXIT_MEANINGS",
-    "EXIT_NO_DAEMON",
-    "EXIT_REFUSED",
-    "EXIT_USAGE",
-    "Command",
-    "CommandError",
-    "CommandOutcome",
-    "Commands",
-    "ProgressBar",
-    "add_lose",
-    "add_run",
-    "add_store_options",
-    "add_verify_iterations",
-    "ask",
-    "connected",
-    "count_from",
-    "count_of",
-    "duration",
-    "endpoint_of",
-    "near",
-    "progress_line",
-    "records",
-    "seconds",
-    "settings_of",
-    "show",
-    "unknown_run",
-    "which_run",
-]
-
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3

@@ -37,8 +37,6 @@ from ckptd.transport.access.local_trust import user_name
 from ckptd.transport.wire import RefusedError
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = ["add_daemon_commands", "parks_text", "snapshots_text", "status_text"]
-
 _BEYOND = 1 << 61  # above any event number: returns only the newest one
 _FOLLOW_S = 0.5
 _WAIT_STEP_S = 0.2

@@ -32,8 +32,6 @@ from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.transport.wire import RefusedError, WireError
 from ckptd.units import format_bytes
 
-__all__ = ["Grade", "add_doctor_command", "run_doctor"]
-
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
 _ANSWER_S = 5.0

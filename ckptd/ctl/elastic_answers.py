@@ -29,23 +29,6 @@ from ckptd.ctl.command import CommandError
 from ckptd.errors import ElasticError
 from ckptd.transport.messages import Elastic, ElasticNode
 
-__all__ = [
-    "LossReport",
-    "NextTime",
-    "Outlook",
-    "PlacementMove",
-    "Planned",
-    "Situation",
-    "as_planned",
-    "lose",
-    "lost_nodes",
-    "next_time",
-    "outlook",
-    "plan",
-    "read_file",
-    "situation",
-]
-
 Ints = NDArray[np.int64]
 
 _ALL_UP_TO = 8  # up to this many lost units every number is shown; above, doublings

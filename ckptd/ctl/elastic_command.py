@@ -45,8 +45,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError, WireError
 from ckptd.units import first_of, format_age, format_bytes, format_table
 
-__all__ = ["QUESTIONS", "Canvas", "lost_text", "next_text", "outlook_text", "planned_text"]
-
 _HEAT = (17, 18, 19, 20, 56, 92, 128, 164, 160, 196)  # of a terminal's 256 colors
 _RESET = "\x1b[0m"
 _MOST_NODES = 40

@@ -40,8 +40,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 from ckptd.units import format_bytes
 
-__all__ = ["add_export_commands"]
-
 _FORMATS = ("safetensors", "hf", "dcp")
 
 

@@ -26,8 +26,6 @@ from ckptd.transport.access.keys import (
 )
 from ckptd.units import format_age
 
-__all__ = ["add_keys_commands"]
-
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
 

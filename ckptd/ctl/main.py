@@ -45,8 +45,6 @@ from ckptd.storage.checkpoints.signing import SigningError
 from ckptd.transport.access.keys import KeysError
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
-__all__ = ["add_elastic_commands", "command_parser", "main", "parse"]
-
 # What adds which commands. Only the module of the command is imported: all of them take as long again as most
 # commands need.
 _ADDED_BY = {

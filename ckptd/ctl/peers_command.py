@@ -32,17 +32,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError
 from ckptd.units import format_bytes
 
-__all__ = [
-    "add_peers_commands",
-    "ask_what_if",
-    "ask_whereabouts",
-    "check_known",
-    "choose_run",
-    "known_runs",
-    "what_if_json",
-    "what_if_text",
-]
-
 _STORE_S = 900.0  # stores can be slow; the daemon has its own limit for them
 _MAX_RANKS = 64
 

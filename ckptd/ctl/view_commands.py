@@ -13,8 +13,6 @@ from ckptd.dash.dash_poll import DaemonPoll
 from ckptd.dash.dash_server import DashServer, is_loopback, read_token
 from ckptd.dash.top_screen import screen_text, watch
 
-__all__ = ["add_view_commands"]
-
 _VIEW_S = 1.0
 
 

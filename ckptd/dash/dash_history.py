@@ -10,8 +10,6 @@ from itertools import groupby
 
 from ckptd.transport import messages as m
 
-__all__ = ["PaceHistory", "RunName", "RunPace"]
-
 RunName = tuple[str, str]  # job and run
 
 _KEPT_S = 300.0

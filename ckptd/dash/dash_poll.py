@@ -17,8 +17,6 @@ from ckptd.holdings import newest_history
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["SELDOM_S", "DaemonPoll", "DashMemory", "surveyed_ranks"]
-
 SELDOM_S = 10.0  # between two questions whose answers are large
 _EVENTS_KEPT = 500
 _PAGE = 10_000

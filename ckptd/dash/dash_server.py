@@ -27,8 +27,6 @@ import msgspec
 from ckptd.dash.dash_view import DashView
 from ckptd.dash.http_server import HttpServer, Page, Site, listener_at
 
-__all__ = ["DashServer", "dash_site", "is_loopback", "page_url", "read_token", "view_page"]
-
 _CONNECTIONS = 32
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,}")
 

@@ -23,20 +23,6 @@ from ckptd.dash.dash_history import RunName, RunPace
 from ckptd.dash.recoverable import TierEnds, recoverable
 from ckptd.transport import messages as m
 
-__all__ = [
-    "TIERS",
-    "Answers",
-    "DashView",
-    "PlacementView",
-    "RankView",
-    "RunSummary",
-    "SurveyedRank",
-    "TierGrade",
-    "TierView",
-    "placement_of",
-    "view_of",
-]
-
 _DETAILED = 32
 _ASKED = "when its node was asked"
 _CELLS = 64  # more operators share a cell of a slot's row

@@ -29,8 +29,6 @@ from pathlib import Path
 from ckptd.config.runtime_dir import give_to_group
 from ckptd.transport.access.local_trust import check_way, own_users
 
-__all__ = ["HttpServer", "Page", "Site", "close_listener", "listener_at", "shown_address"]
-
 logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 10.0  # Prometheus' own default for a scrape

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ckptd.transport import messages as m
 
-__all__ = ["RecoverableAt", "TierEnds", "recoverable"]
-
 
 @dataclass(slots=True)
 class TierEnds:

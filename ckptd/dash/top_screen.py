@@ -17,8 +17,6 @@ from ckptd.printable import one_line
 from ckptd.transport.messages import EventInfo
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = ["ScreenLine", "screen_lines", "screen_text", "watch"]
-
 _EVERY_S = 1.0
 _RANKS = 16
 _EVENTS = 12

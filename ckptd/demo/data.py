@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ByteLoader", "load_corpus", "load_held_out"]
-
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 MIN_CORPUS_BYTES = 256 * 1024
 CORPUS_BYTES, HELD_OUT_BYTES = 4_000_000, 400_000

@@ -38,17 +38,6 @@ from ckptd.demo.report import (
 )
 from ckptd.demo.train import build_model
 
-__all__ = [
-    "BASE_INIT_SEED",
-    "RUN_TIMEOUT_S",
-    "PlannedKill",
-    "ProgressLines",
-    "choose_batch_size",
-    "plan_kills",
-    "run",
-    "run_to_end",
-]
-
 RUN_TIMEOUT_S = 900.0
 PROGRESS_EVERY = 20
 BASE_INIT_SEED = 1234

@@ -24,17 +24,6 @@ from typing import Any
 
 from ckptd.launch import answers
 
-__all__ = [
-    "SHARED_CORES",
-    "DemoDaemon",
-    "Event",
-    "ProcessDied",
-    "Trainer",
-    "daemon_folders",
-    "in_shared_environment",
-    "read_events",
-]
-
 Event = dict[str, Any]
 
 # Torch's threads otherwise spin at every barrier while one of them waits for a core that somebody else

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PRECISIONS", "MoEConfig", "MoETransformer", "native_precision"]
-
 PRECISIONS = {"bf16": "bf16 with fp32 masters", "fp32": "fp32"}
 # In /proc/cpuinfo: AVX-512 and AMX on x86-64, Neon and SVE on arm64.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})

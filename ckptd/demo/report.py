@@ -17,21 +17,6 @@ from torch import Tensor
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
 from ckptd.demo.lab import Event
 
-__all__ = [
-    "Kill",
-    "KillRecovery",
-    "NodeLoss",
-    "differing_tensors",
-    "draw",
-    "losses_by_step",
-    "node_recovery",
-    "phase_table",
-    "recoveries",
-    "redone_steps",
-    "step_time_ms",
-    "table",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Kill:

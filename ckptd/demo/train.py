@@ -44,8 +44,6 @@ from ckptd.client import (
 from ckptd.demo.data import ByteLoader, load_corpus, load_held_out
 from ckptd.demo.model import PRECISIONS, MoEConfig, MoETransformer, native_precision
 
-__all__ = ["final_state", "main"]
-
 WARMUP_STEPS = 20
 CONTEXT = 128
 

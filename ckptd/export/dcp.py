@@ -34,8 +34,6 @@ from ckptd.export.source import TensorSource
 from ckptd.storage.image_format import ImageTensor, TensorEntry
 from ckptd.storage.model_set import MODEL, OPTIMIZER
 
-__all__ = ["export_dcp", "open_dcp"]
-
 _WRITER = "ckptd.client.interchange.dcp_export"
 _READER = "ckptd.client.interchange.dcp_import"
 _ENTRIES = "ckptd."  # step scalars and the packing of optimizer state, which only the client reads

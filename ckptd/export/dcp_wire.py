@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Ask", "Contents", "DcpTensor", "ReadJob", "WriteJob", "Wrote"]
-
 
 class DcpTensor(msgspec.Struct, frozen=True):
     """A tensor that can be requested.

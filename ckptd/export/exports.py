@@ -25,24 +25,6 @@ from ckptd.storage.image_format import TensorEntry, render_header
 from ckptd.storage.model_set import MODEL, SetFile, file_name, index_name, plan_shards, render_index
 from ckptd.units import format_bytes
 
-__all__ = [
-    "DEFAULT_SHARD_BYTES",
-    "OLDER",
-    "ExportReport",
-    "Moved",
-    "Watch",
-    "check_target",
-    "convert",
-    "converted_chunks",
-    "export_file",
-    "export_hf",
-    "new_folder",
-    "report_of",
-    "unwatched",
-    "write_part",
-    "write_synced",
-]
-
 # Returns the bytes of the tensor with this name, in pieces.
 DataOf = Callable[[str], Iterable[memoryview]]
 # Called with the number of bytes that were written since the last call.

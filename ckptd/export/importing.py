@@ -45,8 +45,6 @@ from ckptd.storage.model_set import (
 )
 from ckptd.storage.stores.objects import ObjectStore
 
-__all__ = ["IMPORT_FORMATS", "ImportReport", "import_to_folder", "import_to_store", "open_import"]
-
 IMPORT_FORMATS = ("safetensors", "dcp")
 
 _METADATA = {"format": "pt"}

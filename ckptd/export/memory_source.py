@@ -34,8 +34,6 @@ from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import ImageError, ImageTensor
 from ckptd.units import first_of
 
-__all__ = ["SlotSource", "nobody_knows", "open_segments", "open_slot", "sealed_slots"]
-
 _MOST_NAMED = 3
 
 # For an iteration of a run: the nodes that may hold each rank's snapshot, as far as known.

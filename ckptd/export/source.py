@@ -12,8 +12,6 @@ from ckptd.core.export_plan import ExportError, SharedRows, SnapshotFacts
 from ckptd.storage.image_format import ImageTensor
 from ckptd.unpacking import unpack
 
-__all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "check_older", "facts_of"]
-
 CHUNK_BYTES = 16 << 20
 
 

@@ -41,8 +41,6 @@ from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.image_format import HeaderError, ImageTensor, ObjectHeader, parse_header
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, ObjectStore
 
-__all__ = ["open_stored", "plan_spans"]
-
 _MOST_LISTED = 12
 _GAP_BYTES = 256 << 10  # one larger request is faster than two
 _THREADS = 8  # manifests and headers are small: their requests take the time

@@ -31,8 +31,6 @@ from ckptd.host.process_control import allow_descriptors
 from ckptd.host.rerouted_epochs import ReroutedEpochs
 from ckptd.host.zygotes.zygote_link import StoreServer, ZygoteLink
 
-__all__ = ["GREET_S", "JOIN_S", "Coordinator", "StorePort"]
-
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]

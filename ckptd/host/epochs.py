@@ -14,21 +14,6 @@ from enum import StrEnum
 
 from ckptd.core.state_machine import MachineState, Transitions, validated
 
-__all__ = [
-    "STORE_LOST",
-    "TRANSITIONS",
-    "AbandonJob",
-    "BeginEpoch",
-    "EndLoops",
-    "HostEvent",
-    "HostLife",
-    "HostState",
-    "JobEpochs",
-    "Order",
-    "ReleaseHosts",
-    "StopJob",
-]
-
 
 class HostState(MachineState):
     """States of one host."""

@@ -16,18 +16,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Link",
-    "LinkError",
-    "accept",
-    "connect",
-    "connect_socket",
-    "listen",
-    "parsed",
-    "peer_of",
-    "remove_dead_sockets",
-]
-
 Message = dict[str, Any]
 
 _CREDENTIALS = struct.Struct("@iII")

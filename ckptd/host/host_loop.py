@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["HostLoop", "Watched"]
-
 
 class Watched(Protocol):
     """A socket, or an object that has one."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from ckptd.host.zygotes.script_main import Script
 
-__all__ = ["HostOptions", "UsageError", "options_from", "place_in_step", "place_without"]
-
 USAGE = (
     "usage: python -m ckptd.host [--max-restarts N] [--min-ranks N | --reroute] [--no-fork] "
     "[-m] script [arguments]\n"

@@ -27,8 +27,6 @@ from ckptd.host.host_options import HostOptions
 from ckptd.host.process_control import spawn
 from ckptd.host.zygotes.zygote_link import ZygoteLink
 
-__all__ = ["StoreErrand", "run_errand", "store_request"]
-
 _LINE_MAX = 64 << 10
 _LISTENS_YET_S = 0.1
 

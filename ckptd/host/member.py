@@ -25,8 +25,6 @@ from ckptd.host.host_options import HostOptions
 from ckptd.host.job_store import StoreErrand, store_request
 from ckptd.host.zygotes.zygote_link import ZygoteLink
 
-__all__ = ["JobMember"]
-
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]

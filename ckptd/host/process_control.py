@@ -16,24 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "HostProcess",
-    "adopt_orphans",
-    "allow_descriptors",
-    "die_as",
-    "die_with_parent",
-    "end_group",
-    "has_terminal",
-    "hear_of_children",
-    "name_process",
-    "open_standard_files",
-    "outlive_parent",
-    "process_traits",
-    "send",
-    "spawn",
-    "status_text",
-]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36

@@ -28,15 +28,6 @@ from typing import Any
 
 from ckptd.host.host_links import Link, LinkError, parsed
 
-__all__ = [
-    "TOKEN_BYTES",
-    "RemoteLink",
-    "accept_remote",
-    "address_towards",
-    "listen_remotely",
-    "start_connecting",
-]
-
 Message = dict[str, Any]
 
 TOKEN_BYTES = 32

@@ -26,8 +26,6 @@ from ckptd.host.epochs import (
     StopJob,
 )
 
-__all__ = ["ReroutedEpochs"]
-
 
 class ReroutedEpochs(JobEpochs):
     """As `JobEpochs`, whose limit of failures counts those of trainers that are absent, too.

@@ -15,8 +15,6 @@ import socket
 
 from ckptd.host.process_control import die_with_parent, name_process
 
-__all__ = ["WITNESSED", "SignalWitness", "pending_in", "take_pending"]
-
 # Signals that the host passes on, unless they reached all processes of the job.
 WITNESSED = (
     signal.SIGHUP,

@@ -61,8 +61,6 @@ from ckptd.restart_line import (
     epoch_text,
 )
 
-__all__ = ["HOST_LOST", "TrainerHost", "hosts_folder", "record_name"]
-
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]

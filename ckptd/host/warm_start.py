@@ -23,8 +23,6 @@ from ckptd.host.zygotes.script_main import script_file
 from ckptd.host.zygotes.zygote_handover import warm_name
 from ckptd.host.zygotes.zygote_link import ZygoteLink, start_zygote
 
-__all__ = ["warm_up", "workers_environment"]
-
 logger = logging.getLogger("ckptd.host")
 
 _RANKS_MAX = 1024

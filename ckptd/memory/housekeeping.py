@@ -27,8 +27,6 @@ from ckptd.memory.slot_digests import SealOutcome, SealVerdict, SlotDoubts, scru
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["Housekeeper", "SlotListener"]
-
 logger = logging.getLogger(__name__)
 
 _SWEEP_AFTER_S = 2.0  # a filled slot is sealed after this time even if no message announced it

@@ -35,19 +35,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "MOST_LOST",
-    "held_segment",
-    "held_slots",
-    "log_records",
-    "operator_names",
-    "own_memory",
-    "rank_snapshots",
-    "records_of",
-    "segment_status",
-    "slot_record",
-]
-
 MOST_LOST = 8
 """Experts whose lost updates are told if nobody asks for all."""
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held", "holders_of", "is_locked", "lock_file", "other_holders_of", "try_lock", "unlock"]
-
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for OFD.
 _FLOCK = struct.Struct("@hhqqi4x")
 _MAX_HOLDERS = 8  # in one message

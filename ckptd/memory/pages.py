@@ -17,16 +17,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "FileMapping",
-    "allocate",
-    "copy_bytes",
-    "filesystem_kind",
-    "is_in_memory",
-    "populate",
-    "try_mlock",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -32,8 +32,6 @@ from ckptd.private_files import replace_private_file
 from ckptd.transport.messages import ReplayFailure, RunFailures
 from ckptd.unpacking import unpack
 
-__all__ = ["Quarantine"]
-
 logger = logging.getLogger(__name__)
 
 _END = ".replays"

@@ -19,14 +19,6 @@ from ckptd.core.slots.segment_format import SegmentDescriptor
 from ckptd.storage.image import sealed_digests
 from ckptd.storage.image_format import ImageTensor
 
-__all__ = [
-    "MAX_REPLICATED_TENSORS",
-    "ReplicatedDigests",
-    "ReplicatedSet",
-    "ReplicatedSets",
-    "replicated_digests",
-]
-
 MAX_REPLICATED_TENSORS = 1 << 17  # of a group; those of a larger set that come first by name are compared
 _MAX_LAYOUTS = 256  # of a segment: a window has one for each phase
 _WHOLE_BYTES = 16  # of an xxh3_128

@@ -52,19 +52,6 @@ from ckptd.memory.replicated_digests import ReplicatedSets
 from ckptd.storage.strong_digest import is_strong_digest
 from ckptd.transport.access.local_trust import open_file
 
-__all__ = [
-    "ASIDE",
-    "KEPT_DIGEST_AT",
-    "Adopted",
-    "Adoption",
-    "Segment",
-    "SettleReport",
-    "open_segment",
-    "settle",
-    "tell_adopted",
-]
-
-
 # The cryptographic digest of an image is kept in its slot's header page, behind the header
 # (docs/architecture.md section 2). It has a checksum of its own and names its snapshot: a digest of
 # another snapshot (the slot was filled again) or a damaged one counts as none. It is not derived from

@@ -57,16 +57,6 @@ from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = [
-    "CannotReserve",
-    "FolderListener",
-    "Mark",
-    "Purpose",
-    "SegmentMaker",
-    "SegmentPlan",
-    "SegmentStore",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,20 +30,6 @@ from ckptd.storage.image_format import ImageError
 from ckptd.storage.strong_digest import matches, strong_digest
 from ckptd.workers import Workers
 
-__all__ = [
-    "Doubt",
-    "ImageDigests",
-    "NotVouched",
-    "SealOutcome",
-    "SealVerdict",
-    "SlotDoubts",
-    "Vouch",
-    "Vouched",
-    "digest_slot",
-    "scrub_slot",
-    "seal_slot",
-]
-
 logger = logging.getLogger(__name__)
 
 _LOCK_TRIES = 50  # the writer may send Filled a moment before it releases its lock

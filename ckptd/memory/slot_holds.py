@@ -13,8 +13,6 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 
-__all__ = ["HeldSnapshot", "SlotHolds"]
-
 logger = logging.getLogger(__name__)
 
 

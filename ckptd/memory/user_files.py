@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ckptd.config.runtime_dir import UnusableFolder
 
-__all__ = ["close_files", "open_to_user", "readers_of"]
-
 _NAME = "system.posix_acl_access"
 _VERSION = struct.Struct("<I")
 _ENTRY = struct.Struct("<HHI")  # tag, permissions, user or group

@@ -23,9 +23,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.messages import Elastic, ElasticTold, RefusalCode, SeenElastic
 from ckptd.units import format_bytes
 
-__all__ = ["Admin", "ElasticFacts", "NodeView", "openers"]
-
-
 _EVENTS_IN_VIEW = 500
 RUNS_MAX = 16  # a placement of 64 layers on 1,024 nodes is some megabytes
 

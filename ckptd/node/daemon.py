@@ -80,8 +80,6 @@ if TYPE_CHECKING:
     from ckptd.node.node_pages import NodePages
     from ckptd.node.recovery_traces import RecoveryTraces
 
-__all__ = ["Daemon", "Notifier", "take_over"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ from ckptd.node.admin import NodeView
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 
-__all__ = ["METRICS", "MetricSpec", "metric_families", "metrics_text"]
-
 _Labels = tuple[str, ...]
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 

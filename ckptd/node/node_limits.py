@@ -14,16 +14,6 @@ from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.transport.access.doorkeeper import ENOUGH_DESCRIPTORS
 from ckptd.units import format_bytes
 
-__all__ = [
-    "check_descriptors",
-    "check_filesystem",
-    "check_quota",
-    "default_digest_threads",
-    "physical_memory",
-    "quota_bytes",
-    "raise_descriptor_limit",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from ckptd.node.admin import NodeView
 from ckptd.node_context import NodeContext
 from ckptd.private_files import new_private_file
 
-__all__ = ["NodePages"]
-
 logger = logging.getLogger(__name__)
 
 _FRESH_S = 1.0  # a page that is asked for again within this time is the same

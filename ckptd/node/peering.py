@@ -51,8 +51,6 @@ from ckptd.transport.messages import (
 from ckptd.transport.verbs import Fabric
 from ckptd.workers import Workers
 
-__all__ = ["Peering"]
-
 _WAITS = 16_384  # more than tickets and reads together
 
 

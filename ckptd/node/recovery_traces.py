@@ -27,8 +27,6 @@ import ckptd
 from ckptd.core.recovery.recovery_phases import ToldStart
 from ckptd.node_context import NodeContext
 
-__all__ = ["RecoveryTraces", "spans_of"]
-
 logger = logging.getLogger(__name__)
 
 _WAITING = 1024  # ranks whose spans were not made yet

@@ -25,8 +25,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
-__all__ = ["Answer", "Reservations", "segment_info"]
-
 Answer = Callable[[m.Reply], None]
 
 _GONE = "the nodes that held it are gone: start again, the ranks then plan anew"

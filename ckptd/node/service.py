@@ -35,8 +35,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
-__all__ = ["Service"]
-
 _RECOVERED, _STARTED = "recovery_phases", "start_phases"
 _CLOCK_OFF_S = 3600.0  # a trainer's unix time that is farther from ours is none
 _MAX_UNANSWERED = 64  # requests of one connection; a client has one at a time, and some that it gave up

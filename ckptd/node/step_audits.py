@@ -18,8 +18,6 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.transport import messages as m
 
-__all__ = ["StepAudits"]
-
 _RUNS_MAX = 256
 
 

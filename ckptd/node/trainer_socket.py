@@ -22,8 +22,6 @@ from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.verbs import FabricCounters
 from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process, peer_user
 
-__all__ = ["TrainerSocket"]
-
 logger = logging.getLogger(__name__)
 
 _BATCH = 256  # messages served before looking at anything else

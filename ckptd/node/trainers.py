@@ -48,8 +48,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 from ckptd.unpacking import unpack
 
-__all__ = ["OwnerTokens", "ParkEvents", "PidWatcher", "PidfdWatcher", "Trainers"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.messages import RefusalCode
 
-__all__ = ["RULES", "Rule", "UserAccess"]
-
 
 class Rule(StrEnum):
     """What a message needs."""

@@ -19,9 +19,6 @@ from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
 
-__all__ = ["FabricWatch", "QuietGate", "make_fabric", "port_limits", "static_peers"]
-
-
 # One event for all since the last one, so that forged streams do not fill the log.
 _FORGED_EVERY_S = 10.0
 _PLAINTEXT = (

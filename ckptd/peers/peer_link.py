@@ -19,8 +19,6 @@ from ckptd.transport.peer_messages import (
 )
 from ckptd.transport.verbs import Done, Fault, FileRange, Peer, PeerAddress, RegionKey, Transfer
 
-__all__ = ["AnswerPeer", "Holder", "PeerLink", "region_of"]
-
 
 class Holder(Protocol):
     """A source of snapshots: `PeerLink`, or `ckptd.persistence.store_link.StoreLink`."""

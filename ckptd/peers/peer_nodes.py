@@ -35,8 +35,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import Holdings, NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, Fault, PeerAddress
 
-__all__ = ["AskNode", "NeighbourListener", "Neighbours"]
-
 _HELLOS_PER_DEADLINE = 10
 _LEAST_UNANSWERED = 0.25  # of the deadline: for how long at least a hello of a lost neighbour is unanswered
 _LATE_TICK_S = 2.0  # twice the time between two ticks: a daemon that ticks later than this stood still

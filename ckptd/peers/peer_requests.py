@@ -14,9 +14,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import GetHoldings, RunRecord
 from ckptd.units import format_bytes
 
-__all__ = ["PeerInbox", "RunGuard"]
-
-
 _MAX_UNSERVED = 1024  # requests of one peer: more than a node of hundreds of ranks has at a time
 _MAX_UNSERVED_BYTES = 64 << 20  # of one peer: two of the largest
 _MAX_ALL_UNSERVED_BYTES = 256 << 20  # of all peers together

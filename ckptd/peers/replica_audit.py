@@ -25,8 +25,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import ComparedRanks, Member
 from ckptd.units import first_of
 
-__all__ = ["ReplicaAudit"]
-
 _MAX_GROUPS = 4096  # of one run
 _NAMED = 3
 

@@ -33,8 +33,6 @@ from ckptd.transport.verbs import Fabric, Region
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["SLOWEST_BYTES_PER_S", "HostParts", "HostWorkers", "Loan", "RegionLoans", "ReplicaLeases"]
-
 SLOWEST_BYTES_PER_S = 4 << 20  # a slower peer counts as gone, and its slot is taken back
 _MAX_LEASES = 65_536
 _MAX_BOOTS = 4  # of one peer, with a lease on one replica: the newest are kept

@@ -31,8 +31,6 @@ from ckptd.transport.messages import GetHoldings, Holdings, ReplayFailure, RunRe
 from ckptd.transport.verbs import Fabric
 from ckptd.units import format_age, format_bytes
 
-__all__ = ["Host", "local_holdings"]
-
 
 class Host:
     """What this node keeps and gives for its peers.

@@ -37,8 +37,6 @@ from ckptd.memory.inventory import slot_record
 from ckptd.memory.segment_file import Adopted, Adoption, Segment
 from ckptd.memory.segment_store import Purpose, SegmentPlan, SegmentStore
 
-__all__ = ["ReplicaStore", "same_primary"]
-
 _MAX_RINGS = 1000  # nanoseconds: no two primaries of a rank are made within so short a time
 
 

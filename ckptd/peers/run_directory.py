@@ -20,8 +20,6 @@ from ckptd.peers.runs import Run
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 
-__all__ = ["RunDirectory"]
-
 logger = logging.getLogger(__name__)
 
 _RUN_IDLE_S = 3600.0  # a run without segments here is ended so long after its last join

@@ -29,8 +29,6 @@ from ckptd.private_files import replace_private_file
 from ckptd.transport.messages import Join, NodeCard, RunRecord
 from ckptd.unpacking import unpack
 
-__all__ = ["RunRecords", "decode_record", "encode_record"]
-
 RECORD_MAGIC = b"CKPTDRUN"
 RECORD_VERSION = 1
 

@@ -16,8 +16,6 @@ from ckptd.transport.messages import (
     RunSeen,
 )
 
-__all__ = ["RecordUpdates", "RunSurvey"]
-
 # Connects to nodes; returns those that can be asked, and how to ask each.
 Reach = Callable[[Sequence[NodeCard]], Sequence[tuple[NodeCard, AskNode]]]
 

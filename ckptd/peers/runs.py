@@ -33,8 +33,6 @@ from ckptd.peers.sender import LogRing, RankReplication, ReplicatedRing, Snapsho
 from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
 from ckptd.transport.peer_messages import Floor
 
-__all__ = ["Run"]
-
 logger = logging.getLogger(__name__)
 
 _MOST = (1 << 16) - 1  # of a number in the hints

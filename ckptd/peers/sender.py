@@ -56,8 +56,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
-__all__ = ["LogRing", "RankReplication", "ReplicatedRing", "ReplicatedRun", "SnapshotRing"]
-
 
 class ReplicatedRing(Protocol):
     """What is sent of one rank: its segments, and how the core sees their slots."""

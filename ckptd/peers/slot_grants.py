@@ -46,8 +46,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric.short_cut import is_being_filled
 from ckptd.transport.verbs import Access, FileRange, Region, RegionKey, Scope
 
-__all__ = ["ReadGrants", "WriteGrants", "slot_file"]
-
 _MAX_READS = 4096
 _MAX_READS_PER_PEER = 1024
 _READ_IDLE_S = 60.0

@@ -32,8 +32,6 @@ from ckptd.storage.image_format import ImageError
 from ckptd.storage.reduced_image import NewerSnapshots
 from ckptd.unpacking import unpack
 
-__all__ = ["DurablePlan", "NewestSnapshot", "choice_after", "read_newest"]
-
 logger = logging.getLogger(__name__)
 
 _EXPERT = 4  # of a packed operator: [container, index] if it is an expert, else nil

@@ -37,8 +37,6 @@ from ckptd.storage.stores.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, NoticeKind, Resilient, RetryPolicy, StoreNotice
 
-__all__ = ["Keeper", "main"]
-
 logger = logging.getLogger(__name__)
 
 _READERS = 4

@@ -35,8 +35,6 @@ from ckptd.persistence.keeper_wire import (
     decode_from_keeper,
 )
 
-__all__ = ["AWAY", "BUSY", "StoreChild"]
-
 logger = logging.getLogger(__name__)
 
 # Codes of requests that the keeper did not answer: it is not running or died; it has too many open requests.

@@ -20,38 +20,6 @@ from msgspec import Struct
 
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "Answer",
-    "Channel",
-    "CommitRank",
-    "CommittedCheckpoint",
-    "Configure",
-    "DoubtStored",
-    "FailureCode",
-    "FindStored",
-    "FindWorlds",
-    "Found",
-    "FoundWorlds",
-    "KeeperEvent",
-    "KeeperFailed",
-    "KeeperPing",
-    "KeeperPong",
-    "OfferStored",
-    "OpenRank",
-    "RankFenced",
-    "RankName",
-    "ReadRange",
-    "Retain",
-    "RunOpened",
-    "Settled",
-    "SnapshotId",
-    "StoreSlot",
-    "StoredSlot",
-    "WholeWorld",
-    "decode_from_keeper",
-    "decode_to_keeper",
-]
-
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME = 256 << 20
 

@@ -51,19 +51,6 @@ from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, bare, red
 from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, Unavailable
 from ckptd.storage.strong_digest import strong_digest_of
 
-__all__ = [
-    "TOOL",
-    "Agreement",
-    "LockedSlot",
-    "Overtaken",
-    "RankStore",
-    "SlotFiles",
-    "SlotLost",
-    "UnknownSnapshot",
-    "Uploaded",
-]
-
-
 logger = logging.getLogger(__name__)
 
 

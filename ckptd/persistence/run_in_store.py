@@ -39,8 +39,6 @@ from ckptd.storage.checkpoints.signing import ManifestSigner
 from ckptd.storage.stores.objects import ObjectMissing
 from ckptd.storage.stores.resilience import Resilient
 
-__all__ = ["RunInStore", "RunRetention", "Seen", "SharedLook", "Surveyed", "newest_ns"]
-
 # Decisions are carried out within half the settle time, 300 s (docs/format.md §7, §8). An attempt that has
 # begun may take the time of three requests; so none begins later than the sum of the first two after the
 # listing.

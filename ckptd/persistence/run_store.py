@@ -54,9 +54,6 @@ from ckptd.storage.stores.objects import (
     StoreError,
 )
 
-__all__ = ["FencedOff", "RunStore", "StoredWorlds"]
-
-
 _OFFERED = 3  # checkpoints offered to a recovery: the newest, and fallbacks
 _OFFERED_WORLDS = 16  # the same for a start of an elastic run
 _MAX_OFFERED = 16  # checkpoints whose manifests are kept

@@ -35,8 +35,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
 from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKey
 
-__all__ = ["StoreLink"]
-
 _TOKEN = bytes(16)
 # How long a request is repeated with new keepers. A trainer waits 900 s for the answer
 # (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of `store_deadline_s`;

@@ -47,9 +47,6 @@ from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import AWAY, StoreChild
 from ckptd.persistence.store_link import StoreLink
 
-__all__ = ["StorageTier"]
-
-
 _OPEN_AGAIN_S = 5.0
 _MEASURE_S = 1.0
 

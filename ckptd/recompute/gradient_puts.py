@@ -24,8 +24,6 @@ from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey, Transfer
 
-__all__ = ["GradientOffer", "GradientOffers", "PieceLink", "PutOfPieces"]
-
 _LEFT_OUT_MAX = 1024  # after failures
 _DECLINED_MAX = 4  # 15 snapshots
 

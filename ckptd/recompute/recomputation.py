@@ -25,8 +25,6 @@ from typing import Any
 from ckptd.node_context import NodeContext
 from ckptd.workers import Workers
 
-__all__ = ["PlacedSnapshot", "Recomputation"]
-
 _COMMAND = (sys.executable, "-m", "ckptd.recompute.recompute_worker")
 _WAITING = 1024
 _START_S = 180.0  # importing torch takes seconds, on a busy machine much longer

@@ -36,8 +36,6 @@ from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.fabric.short_cut import note_filling
 
-__all__ = ["DTYPES", "CannotRecompute", "Slot", "recompute", "serve"]
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_THREADS = os.cpu_count() or 1
 _STEP = "step"  # the only state of these optimizers that is no tensor of the weight's dtype and shape

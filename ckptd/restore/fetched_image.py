@@ -19,19 +19,6 @@ from ckptd.storage.image import DigestMap, Mismatch, mismatches
 from ckptd.storage.strong_digest import matches
 from ckptd.transport.messages import FetchSource
 
-__all__ = [
-    "WHOLE_IMAGE",
-    "Examined",
-    "Repairs",
-    "Vouchers",
-    "Vouching",
-    "Wrong",
-    "copy_parts",
-    "examine",
-    "wrong_ranges",
-]
-
-
 # Ranges that one verification reports. Each is fetched by a request of its own, and a copy that is
 # wrong in more places is hardly one of this snapshot.
 _MAX_RANGES = 1024

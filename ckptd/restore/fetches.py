@@ -41,8 +41,6 @@ from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import DrillReport, FetchPiece, FetchSource, Refused, RunSeen
 from ckptd.units import format_bytes
 
-__all__ = ["Fetches", "FoundDescriptor"]
-
 _SUFFIX = ".fetched"
 _FIRST_NUMBER = 1 << 30  # above the generations of any rank
 _USABLE = (SlotState.SEALED, SlotState.QUARANTINED)

@@ -28,8 +28,6 @@ from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Fault, RegionKey, Transfer
 from ckptd.workers import Workers
 
-__all__ = ["CopyDoubts", "FetchTools", "Pulling"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_DOUBTS = 1024

@@ -52,8 +52,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.units import format_bytes
 
-__all__ = ["FetchJob"]
-
 
 class FetchedPiece:
     """Fills slot ``index`` with the snapshot of this header."""

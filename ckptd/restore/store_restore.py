@@ -27,8 +27,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.messages import FetchPiece, FetchSource, RefusalCode
 from ckptd.units import format_bytes
 
-__all__ = ["StoreRestore"]
-
 
 class StoreRestore:
     """Serves elastic jobs that start.

@@ -16,16 +16,6 @@ from ckptd.client import values
 from ckptd.client.optimizers.value_trees import NotCapturable, TreeReader, TreeWriter, plain_tensor
 from ckptd.client.rng_state import GENERATORS
 
-__all__ = [
-    "MISSING",
-    "MOST_BYTES",
-    "OF_A_GRAPH",
-    "AttributeRecord",
-    "AttributeRecorder",
-    "LeftOut",
-    "restored",
-]
-
 # Of one attribute, its tensors not counted.
 MOST_BYTES = 256 << 10
 OF_A_GRAPH = "a tensor of a graph"

@@ -24,18 +24,6 @@ from ckptd.client.model.waiting_gradients import GRADIENTS
 from ckptd.client.optimizers.value_trees import part_of
 from ckptd.client.rng_state import capture_rng
 
-__all__ = [
-    "Differences",
-    "TensorDifference",
-    "batch_differences",
-    "describe",
-    "live_tensor",
-    "optimizer_differences",
-    "same_bits",
-    "scalar_differences",
-]
-
-
 _PIECE = 1 << 20  # elements
 
 

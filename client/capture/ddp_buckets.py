@@ -22,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["Buckets"]
-
 logger = get_logger(__name__)
 
 _OTHER_BUCKETS = (

@@ -43,8 +43,6 @@ from ckptd.storage.gradient_block import (
     write_block,
 )
 
-__all__ = ["GradientCopy", "GradientRecorder"]
-
 logger = get_logger(__name__)
 
 _T = TypeVar("_T")

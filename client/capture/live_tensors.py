@@ -22,8 +22,6 @@ from ckptd.client.optimizers.value_trees import part_of, plain_parts, plain_tens
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
 
-__all__ = ["CopySplit", "LiveSources", "PackedState", "RestlessBuffers", "RestlessWeights"]
-
 # Types without a wrapped shard: their own address is that of the data.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOWHERE: Mapping[str, Any] = {}

@@ -39,8 +39,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import named_modules
 from ckptd.units import first_of
 
-__all__ = ["ATTRIBUTES", "ObjectAttributes", "of_modules", "of_trainer"]
-
 logger = get_logger(__name__)
 
 # Its name among the objects of `state=`.

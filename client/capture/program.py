@@ -22,8 +22,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.printable import one_line
 
-__all__ = ["Program", "apply_options", "differences", "options_differ", "this_program"]
-
 logger = get_logger(__name__)
 
 # {"options": [by optimizer {name: [value by group]}], "script": [path, sha256], "arguments": [...],

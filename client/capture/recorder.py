@@ -41,17 +41,6 @@ from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.core.window_control import SnapshotReading
 from ckptd.cuda.engine import CopyGate, CpuEngine
 
-__all__ = [
-    "TRANSITIONS",
-    "Bubbles",
-    "ChainEvent",
-    "ChainState",
-    "Recorder",
-    "SnapshotChain",
-    "Taken",
-    "TopListener",
-]
-
 logger = get_logger(__name__)
 
 _WATCHED_STEPS = 4

@@ -54,8 +54,6 @@ from ckptd.units import first_of
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
 
-__all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "nan_tensors", "write_image", "zero_missing"]
-
 logger = get_logger(__name__)
 
 _DRAIN_S = 1.0

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ckptd.client.model.hooks import layered
 
-__all__ = ["StageShapes", "sends_dtensors", "shapes_of", "without_rehearsal"]
-
 # By role (inputs, outputs, and in the newer layout their gradients): shape, stride, dtype and
 # requires_grad of each tensor, None for one that is not sent; plain values, as in the step scalars. An
 # unknown role is absent.

@@ -32,20 +32,6 @@ from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 if TYPE_CHECKING:
     from ckptd.client.capture.program import Program
 
-__all__ = [
-    "HoldsGradients",
-    "Stateful",
-    "StepScalars",
-    "apply_groups",
-    "apply_packed",
-    "gather_groups",
-    "gather_state",
-    "grad_flags",
-    "reproducible",
-    "zero_grads",
-]
-
-
 _grad_of = operator.attrgetter("grad")
 
 

@@ -29,8 +29,6 @@ from ckptd.client.optimizers.value_trees import (
 )
 from ckptd.client.rng_state import GENERATORS
 
-__all__ = ["WholeObject", "why_not_whole"]
-
 _IN_PLACE = (list, dict, deque, set, Tensor, np.ndarray, *GENERATORS)
 _FIXED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, np.generic)
 

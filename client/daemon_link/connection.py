@@ -38,8 +38,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["ANSWER_S", "FAILURES", "LOOK_S", "DaemonConnection", "WorkerThread"]
-
 logger = get_logger(__name__)
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")

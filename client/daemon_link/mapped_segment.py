@@ -53,8 +53,6 @@ from ckptd.storage.image import ImageView, seal
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.access.local_trust import open_file
 
-__all__ = ["Generations", "MappedSegment", "RankTaken", "SlotFile", "SlotTable"]
-
 logger = get_logger(__name__)
 
 _OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()

@@ -38,8 +38,6 @@ from ckptd.transport.messages import Attach, Join, Member, ReplayFailure, Segmen
 if TYPE_CHECKING:
     from ckptd.client.pipeline.log_reader import LogFacts
 
-__all__ = ["LAYOUT_VERSION", "RETRY_STEPS", "AuxiliarySegments", "MemoryNeed", "RankMemory"]
-
 LAYOUT_VERSION = 1
 _TEXT_LIMIT = 4000
 RETRY_STEPS = 50

@@ -28,8 +28,6 @@ from ckptd.storage.image import DigestMismatch, ImageView, verify
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["Arrivals", "KnowsFetches", "Retrieval", "Retrieved", "only_stored", "wait_until_sealed"]
-
 logger = get_logger(__name__)
 
 _POLL_S = 0.05

@@ -20,9 +20,6 @@ from ckptd.core.slots.slots import DRAWN_EPOCHS, SlotRecord, epoch_after, epoch_
 from ckptd.holdings import held_from_segments
 from ckptd.transport.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
 
-__all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
-
-
 _EPOCHS_SENT = 32  # of each node: what is older has long been overwritten
 
 

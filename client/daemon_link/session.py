@@ -57,8 +57,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.transport.wire import RequestTimeout, WireError
 
-__all__ = ["Session"]
-
 logger = get_logger(__name__)
 
 _RESERVE_WAIT_S = 2.0

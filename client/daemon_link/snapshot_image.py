@@ -13,8 +13,6 @@ from ckptd.cuda.engine import HostMemory
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import SCALARS
 
-__all__ = ["SnapshotImage"]
-
 
 class SnapshotImage:
     """One snapshot of the suffix: its image, and where in which mapped memory it lies.

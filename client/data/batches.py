@@ -20,8 +20,6 @@ from ckptd.client.data.loaders import (
 from ckptd.client.data.position import DataPosition, Reach, log_refetched
 from ckptd.client.rng_state import capture_rng, restore_rng
 
-__all__ = ["Batches"]
-
 
 class Batches(Iterator[Any]):
     """All epochs of ``loader``, with an inner iterator for each epoch and after ``rewind``.

@@ -19,8 +19,6 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.log_lines import get_logger
 
-__all__ = ["BATCHES", "BatchLedger", "Fingerprint", "Positioned", "fingerprint"]
-
 logger = get_logger(__name__)
 
 # Its name among the objects of `state=`.

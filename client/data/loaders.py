@@ -19,20 +19,6 @@ from torch.utils.data import (
     default_convert,
 )
 
-__all__ = [
-    "After",
-    "advice_for_state",
-    "check_in_state",
-    "check_loader",
-    "forget_prepared",
-    "has_indices",
-    "makes_ahead",
-    "repeats_by_index",
-    "reuses_workers",
-    "skipping",
-    "torch_loader",
-]
-
 
 class After:
     """A sampler whose iterators skip the first ``count`` indices.

@@ -27,8 +27,6 @@ from ckptd.client.data.loaders import After
 from ckptd.client.log_lines import get_logger
 from ckptd.client.rng_state import GENERATORS, capture_rng, restore_rng
 
-__all__ = ["DataPosition", "Reach", "log_refetched"]
-
 logger = get_logger(__name__)
 
 # Batches that must be fetched again: the one that the first fetch returns, and the one that it

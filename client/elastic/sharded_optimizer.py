@@ -37,9 +37,6 @@ from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
 from ckptd.client.optimizers.optimizer_probe import probe_optimizer
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["ExpertShards", "MakeExpert", "PlacementState", "Placements", "recut"]
-
-
 MakeExpert: TypeAlias = Callable[[str, int], nn.Module]
 """``(layer, expert) -> module``; its weights will be overwritten."""
 

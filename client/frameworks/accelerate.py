@@ -21,8 +21,6 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.frameworks.step_driver import whole_state
 from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
-__all__ = ["checkpointer"]
-
 _REFUSED = {
     "MEGATRON_LM": "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or "
     "DDP",

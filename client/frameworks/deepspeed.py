@@ -35,8 +35,6 @@ from ckptd.client.options import (
     check_keywords,
 )
 
-__all__ = ["check_engine", "checkpointer", "of_engine"]
-
 _LARGEST_STAGE = 2
 # Of an engine's configuration: what then computes steps, or holds state, in places that hooks cannot see.
 _REFUSED = {

@@ -50,8 +50,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.hooks import layered
 from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
-__all__ = ["CkptdCallback"]
-
 logger = get_logger(__name__)
 
 _REFUSED_ARGUMENTS = {

@@ -29,8 +29,6 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.frameworks.step_driver import whole_state
 from ckptd.client.options import CheckpointerOptions, LayoutOptions, OptionGroups, check_keywords
 
-__all__ = ["checkpointer"]
-
 # Settings of OptimizerConfig with which the torch optimizer does not hold all that the next step depends on.
 _REFUSED = {
     "use_precision_aware_optimizer": "the main weights lie inside of the fused optimizer",

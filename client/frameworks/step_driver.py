@@ -14,8 +14,6 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.identity import identify
 from ckptd.client.options import RunOptions
 
-__all__ = ["SKIPS", "Make", "StepDriver", "check_shape", "name_of_this_training", "whole_state"]
-
 # Creates the Checkpointer when all its arguments exist: model, optimizer, state.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
 SKIPS = "CkptdCallback(refetch=False)"

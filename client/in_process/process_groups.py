@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptd.client.in_process.rank_links import RankLinks
 from ckptd.client.ranks.collectives import leave_barrier
 
-__all__ = ["abort_groups", "calls_so_far", "leave_groups"]
-
 
 def calls_so_far() -> int:
     """How many collective calls the default group has made; -1: it does not count them."""

@@ -18,8 +18,6 @@ import xxhash
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["RankLinks"]
-
 logger = get_logger(__name__)
 
 Address = tuple[str, int]

@@ -28,8 +28,6 @@ from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.restart_line import NextEpoch, TrainerEnd, inherited_line
 
-__all__ = ["InProcessRestarts", "Modes", "in_process_restarts", "why_not"]
-
 logger = get_logger(__name__)
 
 # Their parameters are kept by groups that would end.

@@ -31,8 +31,6 @@ from ckptd.client.model.snapshot_layout import DTYPES, STATIC, buffer_of
 from ckptd.export.dcp_wire import Ask, DcpTensor, WriteJob, Wrote
 from ckptd.storage.image_format import SCALARS
 
-__all__ = ["main", "own_pipes"]
-
 _PACKED = "ckptd.optim_scalars/"
 _OPTIONS_OMITTED = (
     "the options of parameter groups (lr, …) are left out: the snapshot does not record which "

@@ -47,9 +47,6 @@ from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, buffer_of
 from ckptd.export.dcp_wire import Ask, Contents, DcpTensor, ReadJob
 from ckptd.units import first_of
 
-__all__ = ["MetadataRefused", "StoredState", "main", "read_dcp_metadata"]
-
-
 _T = TypeVar("_T")
 _DCP = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # as torch wrote it before 2.3

@@ -34,8 +34,6 @@ from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.store_base import public_url
 from ckptd.units import first_of
 
-__all__ = ["StartMismatch", "load_start", "start_unprotected"]
-
 _MOST_NAMED = 8
 _STATE, _MASTER = "state.", "master."
 

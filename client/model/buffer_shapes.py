@@ -17,8 +17,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, buffer_spec, named_modules
 from ckptd.client.optimizers.value_trees import plain_tensor, same_objects
 
-__all__ = ["BUFFERS", "ChangedBuffers"]
-
 logger = get_logger(__name__)
 
 # Its name among the objects of `state=`.

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.hooks import layered
 
-__all__ = ["Communication"]
-
 logger = get_logger(__name__)
 
 _METHODS = {"send": "sent", "recv": "received", "recv_anysource": "from_anybody"}

@@ -27,8 +27,6 @@ from torch.nn.utils import clip_grad
 
 from ckptd.client.model.hooks import layered
 
-__all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scaler_tap"]
-
 
 class Tape:
     """Values that a repeat cannot recompute while operators are frozen, in the order of a step's requests.

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ModuleHook", "before_update", "closure_of", "layered", "with_closure"]
-
 # Called with the function below it, then with the arguments of the patched function.
 Layer = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -37,20 +37,6 @@ from ckptd.client.optimizers.optimizer_probe import (
 )
 from ckptd.client.optimizers.value_trees import flat_state, plain_parts, same_objects
 
-__all__ = [
-    "LivePlaces",
-    "LiveState",
-    "buffer_spec",
-    "find_masters",
-    "is_compiled",
-    "local",
-    "named_buffers",
-    "named_modules",
-    "named_parameters",
-    "names_with_wrappers",
-    "whole",
-]
-
 _LOW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
 # As a power of two: elements of a tensor that 8-bit optimizers do not leave in full precision (bitsandbytes

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from ckptd.client.model.live_state import LiveState, named_modules
 
-__all__ = ["FLAGS", "ModuleFlags"]
-
 # Its name among the objects of `state=`.
 FLAGS = "ckptd.flags"
 

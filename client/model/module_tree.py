@@ -16,8 +16,6 @@ from torch.nn.modules import module as torch_module
 
 from ckptd.client.model.live_state import LiveState, named_modules, named_parameters
 
-__all__ = ["ModuleTree", "TreeChange"]
-
 _ADVICE = (
     "a process that starts again has it as it was at the start. Do it before Checkpointer (prune.identity, "
     "parametrizations, new layers), and let the step set values only "

@@ -18,15 +18,6 @@ from torch import Tensor, nn
 from ckptd.client.model.live_state import named_modules, named_parameters
 from ckptd.core.snapshot_policy import OperatorKind
 
-__all__ = [
-    "Grouping",
-    "Operator",
-    "ParameterRows",
-    "buffers_of_experts",
-    "discover_operators",
-    "split_operator",
-]
-
 Grouping = Mapping[str, Sequence[str]] | Callable[[str, Tensor], str | None]
 
 # Common names of the module that routes tokens to experts.

@@ -37,17 +37,6 @@ from ckptd.core.schedule import SharedOperator, spread
 from ckptd.core.slots.segment_format import MAX_GROUP_RANKS, MAX_REPLICA_GROUPS, ReplicaGroup
 from ckptd.core.snapshot_policy import OperatorCost
 
-__all__ = [
-    "EVERY_RANK",
-    "NOTHING_SHARED",
-    "Replicas",
-    "ReplicatedParams",
-    "agree_on_sharing",
-    "checksum",
-    "find_replicas",
-    "identity_of",
-]
-
 logger = get_logger(__name__)
 
 # The owner of an operator that each rank captures for itself.

@@ -25,28 +25,6 @@ from ckptd.storage.gradient_block import block_bytes_max
 from ckptd.storage.image import ImageLayout
 from ckptd.storage.image_format import SCALARS, TensorEntry
 
-__all__ = [
-    "DTYPES",
-    "SAFETENSORS_DTYPES",
-    "EntrySource",
-    "PhasePlan",
-    "Rows",
-    "StateTable",
-    "buffer_of",
-    "build_phase",
-    "common",
-    "computable",
-    "entry_name",
-    "free_bytes",
-    "gradient_room",
-    "member_bytes",
-    "merge",
-    "parse_entry_name",
-    "rows_of_piece",
-    "rows_within",
-    "whole_states",
-]
-
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

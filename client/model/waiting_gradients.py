@@ -21,8 +21,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.optimizers.value_trees import plain_tensor
 
-__all__ = ["GRADIENTS", "WaitingGradients"]
-
 logger = get_logger(__name__)
 
 # Its name among the objects of `state=`.

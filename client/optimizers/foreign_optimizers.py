@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ForeignOptimizers"]
-
 _DEPTH = 4
 _MOST_PARTS = 1000
 

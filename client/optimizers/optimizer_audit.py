@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from ckptd.client.model.live_state import LiveState
 
-__all__ = ["KeptState", "cannot_be_captured"]
-
 logger = get_logger(__name__)
 
 # The training thread copies it with each snapshot, and msgpack holds 4 GiB at most in one piece.

@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from ckptd.client import values
 from ckptd.client.optimizers.value_trees import is_ignored, plain_tensor
 
-__all__ = ["CannotCopy", "HiddenState", "OptimizerCopier"]
-
 _DEPTH = 12
 _FUNCTION_OF_C: type = ctypes.CFUNCTYPE(None).__mro__[1]  # ctypes exports no name for it
 _AS_THEY_ARE = (

@@ -24,17 +24,6 @@ from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState, Op
 from ckptd.client.optimizers.value_trees import flat_state, plain_tensor, strides_of
 from ckptd.client.rng_state import capture_rng, restore_rng
 
-__all__ = [
-    "ProbeResult",
-    "StateSpec",
-    "fits",
-    "observe_state",
-    "probe_optimizer",
-    "state_keeper",
-    "state_specs",
-    "unwrap_optimizer",
-]
-
 logger = get_logger(__name__)
 
 _STEPS = 3

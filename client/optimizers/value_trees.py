@@ -49,26 +49,6 @@ from torch import Tensor, nn
 
 from ckptd.client import values
 
-__all__ = [
-    "Baseline",
-    "NotCapturable",
-    "TreeReader",
-    "TreeWriter",
-    "counts_steps",
-    "flat_state",
-    "is_ignored",
-    "left_alone",
-    "part_of",
-    "plain",
-    "plain_parts",
-    "plain_tensor",
-    "same_objects",
-    "state_values",
-    "strides_of",
-    "unlike",
-    "with_parts",
-]
-
 MAX_DEPTH = 16
 MAX_NODES = 100_000
 _LEAST_ADDRESS = 1 << 16

@@ -40,8 +40,6 @@ from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import NodeCard
 
-__all__ = ["CopiedImage", "ParkMemory", "ParkedCopy", "parked_image", "parked_records"]
-
 logger = get_logger(__name__)
 
 _SLOTS = 2

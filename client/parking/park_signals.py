@@ -25,8 +25,6 @@ from typing import Any
 from ckptd.client.log_lines import get_logger
 from ckptd.client.parking.parker import PATIENCE_S, Parked, Parking
 
-__all__ = ["park_on_sigterm"]
-
 logger = get_logger(__name__)
 
 _NUMBER = signal.SIGTERM

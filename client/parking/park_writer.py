@@ -27,8 +27,6 @@ from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
 from ckptd.units import first_of
 
-__all__ = ["CopyFailed", "Moment", "ParkCopy", "ParkFill", "TopTensors"]
-
 # A device that does not deliver within this time hangs; what it may still write to is not used again.
 _NAMED = 3  # of what was written to meanwhile
 _COPY_S = 60.0

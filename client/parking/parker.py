@@ -43,19 +43,6 @@ from ckptd.client.stats import Stats
 from ckptd.core.state_machine import MachineState, Transitions, validating
 from ckptd.cuda.engine import CopyEngine
 
-__all__ = [
-    "COPY_TRANSITIONS",
-    "MOMENT_TRANSITIONS",
-    "PATIENCE_S",
-    "CopyEvent",
-    "CopyState",
-    "MomentEvent",
-    "MomentState",
-    "ParkGate",
-    "Parked",
-    "Parking",
-]
-
 logger = get_logger(__name__)
 
 _LOOK_S = 0.25

@@ -42,8 +42,6 @@ from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import SamplePlan
 
-__all__ = ["BoundaryLog", "SilentLog", "shared_value"]
-
 logger = get_logger(__name__)
 
 _FAILURES_IN_A_ROW = 3

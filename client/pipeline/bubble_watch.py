@@ -38,8 +38,6 @@ from ckptd.core.bubbles import (
     split_bytes,
 )
 
-__all__ = ["BubbleWatch", "CopyPacer", "Unwatchable", "orders_of"]
-
 # A shorter gap is not worth waking a thread that takes 0.1 ms to begin and may be in a piece at its end.
 _SHORTEST_S = 1e-3
 # A schedule that waits less than that is one without bubbles.

@@ -27,8 +27,6 @@ from ckptd.client.model.live_state import local
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
 
-__all__ = ["IsolatedStage", "Records", "hooked"]
-
 # All tensors that one rank sent in one iteration.
 Records = Mapping[RecordKey, Tensor]
 

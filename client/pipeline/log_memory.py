@@ -51,8 +51,6 @@ from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.image import ImageLayout, ImageView, verify
 from ckptd.storage.image_format import ImageError, TensorEntry
 
-__all__ = ["Comparison", "Layouts", "LogFill", "LogMemory", "Room", "make_layouts"]
-
 logger = get_logger(__name__)
 
 

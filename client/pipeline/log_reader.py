@@ -32,18 +32,6 @@ from ckptd.holdings import header_record
 from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import ImageError
 
-__all__ = [
-    "LogFacts",
-    "LogFile",
-    "LogReader",
-    "data_offset_of",
-    "facts_of",
-    "find_facts",
-    "log_files",
-    "log_payload",
-    "recorded_facts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:

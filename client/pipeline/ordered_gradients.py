@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Exchange", "GradientParts", "Part", "parts_of", "sum_parts"]
-
 Part = tuple[int, int]
 """A pipeline, and the first micro-batch of what was summed up."""
 

@@ -39,8 +39,6 @@ from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.bubbles import ActionKind
 from ckptd.core.reroute.reroute_plan import PlanKind, PlannedAction, ReroutePlan
 
-__all__ = ["MicroBatch", "ReroutedStage", "micro_batch_seed"]
-
 logger = get_logger(__name__)
 
 MicroBatch = tuple[int, int]  # a pipeline and a number

@@ -31,8 +31,6 @@ from ckptd.client.pipeline.isolated_stage import hooked
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.slots.boundary import SentKind
 
-__all__ = ["SCHEDULES", "callables_of", "listen", "rehearsal_tap", "stages_of", "without_trace"]
-
 logger = get_logger(__name__)
 
 

@@ -39,8 +39,6 @@ from ckptd.holdings import fetch_piece
 from ckptd.memory import locks
 from ckptd.transport.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["FedLogs", "ValueLogs"]
-
 logger = get_logger(__name__)
 
 

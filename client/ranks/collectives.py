@@ -29,20 +29,6 @@ from ckptd.client.ranks.store_barrier import DEADLINE_S, StoreBarrier
 from ckptd.errors import CkptdError, DaemonUnavailable
 from ckptd.units import first_of
 
-__all__ = [
-    "Collectives",
-    "Exchange",
-    "Failure",
-    "Outcomes",
-    "TryAgain",
-    "exchange",
-    "gather_bytes",
-    "leave_barrier",
-    "refused",
-    "ship_bytes",
-]
-
-
 T = TypeVar("T")
 
 # Sends this rank's payload, and returns those of all ranks, in their order. A collective call.

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["JobLink", "job_link", "use_job_link"]
-
 
 @dataclass(frozen=True, slots=True)
 class JobLink:

@@ -31,8 +31,6 @@ from ckptd.core.switching import (
 )
 from ckptd.cuda.quiet_threads import Bell, may_end_here, start_quiet
 
-__all__ = ["StoreAgreement", "play"]
-
 logger = get_logger(__name__)
 
 _POLL_S, _POLL_MAX_S = 0.01, 0.5

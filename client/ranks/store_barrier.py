@@ -40,17 +40,6 @@ from ckptd.client.ranks.job_link import job_link
 from ckptd.cuda.quiet_threads import start_loud, waiting
 from ckptd.errors import DaemonUnavailable
 
-__all__ = [
-    "DEADLINE_S",
-    "STORE_ANSWER_S",
-    "FailureDetector",
-    "StoreBarrier",
-    "arrive",
-    "job_store",
-    "own_connection",
-    "wait_at",
-]
-
 logger = get_logger(__name__)
 
 

@@ -41,8 +41,6 @@ from ckptd.core.slots.segment_format import SegmentDescriptor
 from ckptd.private_files import replace_private_file
 from ckptd.transport.messages import AuditDifference, AuditReport
 
-__all__ = ["AuditAsked", "StepAudit", "audit_of_environment", "compute_as_recorded", "under_audit"]
-
 logger = get_logger(__name__)
 
 _MOST_REPORTED = 1 << 10

@@ -54,8 +54,6 @@ from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import CorruptionError, DaemonUnavailable
 
-__all__ = ["AgreedPlan", "Recovered", "StartProcedure", "agree_on_plan", "recover_global"]
-
 logger = get_logger(__name__)
 
 # Nodes may come and go while a plan is made. One more is for storage, which is looked at only if memory is

@@ -39,8 +39,6 @@ from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
 
-__all__ = ["LocalizedStart", "begin_localized", "end_localized", "recovered_locally"]
-
 logger = get_logger(__name__)
 
 _PLANS = 6  # what is found damaged changes the plan

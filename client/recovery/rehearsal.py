@@ -55,8 +55,6 @@ from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import CopyEngine
 from ckptd.units import first_of
 
-__all__ = ["Rehearsal"]
-
 logger = get_logger(__name__)
 
 # Of copies in host memory, made at once: they take about a second. More is rehearsed in part.

@@ -58,8 +58,6 @@ from ckptd.client.rng_state import restore_rng
 from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.units import first_of
 
-__all__ = ["TRANSITIONS", "Replay", "ReplayEvent", "ReplayMismatch", "ReplayProgress", "ReplayState"]
-
 logger = get_logger(__name__)
 
 

@@ -27,8 +27,6 @@ from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, Replicate
 from ckptd.client.model.snapshot_layout import DTYPES, SAFETENSORS_DTYPES, EntrySource
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]
-
 _CHUNK_BYTES = 32 << 20
 # In place of the age of an operator: no snapshot of the suffix anchors it.
 _NEVER = 0xFFFF

@@ -32,8 +32,6 @@ from ckptd.client.recovery.replica_broadcast import Piece, ReplicaBroadcast
 from ckptd.core.snapshot_policy import PartialScope
 from ckptd.cuda.engine import CopyEngine, CopyItem
 
-__all__ = ["Activity", "SnapshotLoader"]
-
 _EVERY_KIND = frozenset({"param", "master", "optim", "buffer", "packed"})
 # What older partial snapshots have of an expert that newer ones lack.
 _KINDS = {

@@ -52,8 +52,6 @@ from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
 
-__all__ = ["Recovery", "ReplayPart", "Resumption", "newest_window"]
-
 logger = get_logger(__name__)
 
 _SEAL_WAIT_S = 5.0

@@ -43,8 +43,6 @@ from ckptd.core.recovery.quarantine import (
 from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.transport.messages import RankMismatch, ReplayFailure
 
-__all__ = ["Certificate", "DenseState", "Replayed", "Verification", "certify", "identical"]
-
 logger = get_logger(__name__)
 
 _TEXT_LIMIT = 1000

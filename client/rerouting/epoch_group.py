@@ -42,8 +42,6 @@ from ckptd.restart_line import (
     inherited_line,
 )
 
-__all__ = ["OF_CALLS", "EpochGroup", "EpochLine", "EpochSeat", "GroupCall", "Interrupted", "meet"]
-
 logger = get_logger(__name__)
 
 _LOOK_S = 0.005

@@ -44,8 +44,6 @@ from ckptd.errors import ElasticError
 from ckptd.progress_page import inherited_page
 from ckptd.restart_line import EndLoop, NextEpoch
 
-__all__ = ["ReroutedTraining"]
-
 logger = get_logger(__name__)
 
 _UNKNOWN = -1  # the iterations of a worker that has no state yet: it has come back, or the job begins

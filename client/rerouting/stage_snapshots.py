@@ -47,8 +47,6 @@ from ckptd.client.rerouting.epoch_group import EpochGroup
 from ckptd.client.training_state import examine
 from ckptd.errors import CkptdError
 
-__all__ = ["StageSnapshots", "checked_options"]
-
 logger = get_logger(__name__)
 
 # A replay would need an iteration of all pipelines with some operators frozen; attributes of modules are not

@@ -18,8 +18,6 @@ from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.rng_state import capture_rng, restore_rng
 
-__all__ = ["StageState", "check_not_tied"]
-
 _Shape = tuple[int, ...]
 _Found = list[tuple[str, bool, _Shape, int]]  # name, whether it is an embedding, shape, digest
 

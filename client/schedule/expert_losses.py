@@ -26,8 +26,6 @@ from ckptd.core.durable_experts import DurableTurns
 from ckptd.core.partial_experts import LayerTokens, proportion_lost
 from ckptd.core.snapshot_policy import PartialScope
 
-__all__ = ["RECORDED", "CapacityBoost", "ExpertLosses", "LostUpdates", "listed"]
-
 RECORDED = "experts"
 """Its place in the step scalars; absent in snapshots that lose nothing."""
 

@@ -20,8 +20,6 @@ from ckptd.client.schedule.expert_losses import listed
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.partial_experts import Selection, select_by_risk
 
-__all__ = ["ExpertSelection"]
-
 _PENDING = 4  # snapshots that may be on their way
 
 Places = npt.NDArray[np.int64]

@@ -23,8 +23,6 @@ from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.snapshot_policy import Calendar
 
-__all__ = ["FirstPlan", "InitialSchedule"]
-
 logger = get_logger(__name__)
 
 _WAIT_STEPS = 100

@@ -26,8 +26,6 @@ from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.schedule import Ordering, needs_reorder, order_operators, reorder, update_popularity
 from ckptd.core.snapshot_policy import Schedule
 
-__all__ = ["CopyMode", "CopyModeChooser", "PrecisionProbe", "ReorderPace", "StepTiming", "TokenCounter"]
-
 logger = get_logger(__name__)
 
 _KEPT = 20

@@ -26,17 +26,6 @@ from ckptd.core.partial_experts import (
 )
 from ckptd.core.snapshot_policy import OperatorCost, PartialScope, Schedule
 
-__all__ = [
-    "PartialTurns",
-    "check_experts",
-    "durable_text",
-    "durable_turns",
-    "experts_alone",
-    "experts_of_layer",
-    "parts_of_experts",
-    "scope_of",
-]
-
 
 def scope_of(options: SnapshotOptions) -> PartialScope | None:
     """What partial snapshots hold of selected experts only; None for other policies."""

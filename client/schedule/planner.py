@@ -44,19 +44,6 @@ from ckptd.core.window_control import Shortage
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 from ckptd.units import format_bytes
 
-__all__ = [
-    "PlanInputs",
-    "Planner",
-    "RankContext",
-    "TrainingSpeed",
-    "make_plan",
-    "most_pieces",
-    "needed_memory",
-    "note_prepared",
-    "own_share_bytes",
-    "plan_together",
-]
-
 logger = get_logger(__name__)
 
 # Shared operators are cut until each rank's share has this many pieces, so that shares come out

@@ -30,8 +30,6 @@ from ckptd.core.switching import Change
 from ckptd.core.window_control import Shortage, SnapshotReading, WindowControl
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
-__all__ = ["Provision"]
-
 logger = get_logger(__name__)
 
 # Steps before the first plan: more on a device, where later ones are compared with them.

@@ -18,8 +18,6 @@ from ckptd.client.model.replicated_params import Replicas, ReplicatedParams, che
 from ckptd.client.ranks.store_agreement import StoreAgreement
 from ckptd.client.ranks.store_barrier import job_store
 
-__all__ = ["ReplicaWatch"]
-
 logger = get_logger(__name__)
 
 # Steps of the first comparison, of the next ones at twice as many, and from there on between two: reading all

@@ -51,19 +51,6 @@ from ckptd.errors import AttachRefused, DaemonUnavailable, LocalProtocolError
 if TYPE_CHECKING:
     from ckptd.client.schedule.provision import Provision
 
-__all__ = [
-    "TRANSITIONS",
-    "Preparation",
-    "PreparationEvent",
-    "ScheduleAgreement",
-    "ScheduleChanges",
-    "ScheduleStart",
-    "differing",
-    "of_parked",
-    "orders_towards",
-    "table_digest",
-]
-
 logger = get_logger(__name__)
 
 # Seconds between two looks while nothing is open, and while something is; each rank looks, and one

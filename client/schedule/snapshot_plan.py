@@ -44,21 +44,6 @@ from ckptd.core.snapshot_policy import (
 )
 from ckptd.units import first_of
 
-__all__ = [
-    "SnapshotPlan",
-    "captured_once",
-    "describe_table",
-    "export_facts",
-    "fixed_bytes",
-    "human",
-    "operator_costs",
-    "plan_from_payload",
-    "recorded_specs",
-    "schedule_of",
-    "signature",
-    "signature_difference",
-]
-
 _SLOT_SLACK = 64 << 10
 _OF_OTHER_EXPERTS = {
     PartialScope.BOTH: Level.ABSENT,

@@ -34,8 +34,6 @@ from ckptd.client.serving.weight_files import DeviceWeights, ModelFiles
 from ckptd.core.serving.served_model import ServedModel, UnitKind
 from ckptd.core.serving.server_layout import ServerLayout
 
-__all__ = ["Decoder", "DecoderFacts", "Piece"]
-
 _ROUTERS = {"mixtral": "block_sparse_moe.gate.weight", "qwen3_moe": "mlp.gate.weight"}
 
 

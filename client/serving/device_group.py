@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ckptd.client.rerouting.epoch_group import EpochGroup
 
-__all__ = ["DeviceGroup", "GlooDevices", "ThreadDevices", "gather_bytes", "gather_numbers"]
-
 
 class DeviceGroup(Protocol):
     """One device's place among those that are there.

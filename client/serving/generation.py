@@ -21,8 +21,6 @@ from ckptd.core.serving.server_layout import ServerLayout
 from ckptd.core.serving.unit_placement import UnitPlacement
 from ckptd.unpacking import unpack
 
-__all__ = ["GenerationRequest", "RequestState", "ServerState", "StripeTable", "sample"]
-
 _MOST_TOKENS = 1 << 20
 _LIMIT_BYTES = 1 << 30
 

@@ -49,8 +49,6 @@ from ckptd.client.serving.generation import StripeTable
 from ckptd.core.serving.kv_backup_index import BackupGeometry, BlockPlace, KvBackupIndex
 from ckptd.unpacking import unpack
 
-__all__ = ["KvBackup", "TaggedBlocks", "backup_bytes", "format_backup", "geometry_of"]
-
 logger = get_logger(__name__)
 
 _MAGIC = b"CKPTDKV1"

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ckptd.core.serving.served_model import ServedModel
 
-__all__ = ["KvCache"]
-
 Head = tuple[int, int]
 """Layer, and number of a KV head."""
 

@@ -34,8 +34,6 @@ from ckptd.client.serving.kv_backup import KvBackup, TaggedBlocks
 from ckptd.core.serving.loss_plan import KvFetch
 from ckptd.core.serving.node_copies import ServerNodes, copies_to_make, nearest_holders
 
-__all__ = ["KvCopies"]
-
 logger = get_logger(__name__)
 
 _STEP_BYTES = 4 << 20  # of a device to each node

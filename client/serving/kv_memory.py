@@ -30,8 +30,6 @@ from ckptd.transport.messages import Attach, SegmentInfo
 from ckptd.units import format_bytes
 from ckptd.unpacking import unpack
 
-__all__ = ["KvMemory"]
-
 logger = get_logger(__name__)
 
 _NO_FILE = (-1, -1)

@@ -22,8 +22,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.serving.generation import GenerationRequest, RequestState
 from ckptd.cuda.quiet_threads import start_loud, waiting
 
-__all__ = ["RequestFront", "ServingClient", "ServingRefused", "socket_of"]
-
 logger = get_logger(__name__)
 
 _LINE_MAX = 32 << 20

@@ -42,8 +42,6 @@ from ckptd.core.serving.server_layout import ServerLayout, place_server
 from ckptd.errors import LocalProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = ["EngineOptions", "Heard", "ServingDevice", "SettledEpoch"]
-
 logger = get_logger(__name__)
 
 _ANSWERS = 4096  # of ended requests, for clients that ask again

@@ -34,8 +34,6 @@ from ckptd.config.settings import parse_bytes
 from ckptd.core.serving.kv_backup_index import BackupGeometry
 from ckptd.restart_line import EndLoop
 
-__all__ = ["ServerOptions", "TensorParallelServer", "main"]
-
 logger = get_logger(__name__)
 
 _IDLE_S = 0.002

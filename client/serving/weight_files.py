@@ -27,8 +27,6 @@ from ckptd.core.serving.served_model import ByteRuns, ServedModel, UnitKind, byt
 from ckptd.core.serving.server_layout import ServerLayout
 from ckptd.cuda.quiet_threads import start_quiet
 
-__all__ = ["DeviceWeights", "ModelFiles"]
-
 logger = get_logger(__name__)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

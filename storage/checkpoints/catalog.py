@@ -27,18 +27,6 @@ from ckptd.storage.checkpoints.names import (
 )
 from ckptd.storage.stores.objects import ObjectInfo
 
-__all__ = [
-    "Catalog",
-    "CheckpointState",
-    "Epoch",
-    "ListedObject",
-    "StoredCheckpoint",
-    "Views",
-    "build_catalog",
-    "see",
-]
-
-
 _MOST_LISTED = 8
 
 

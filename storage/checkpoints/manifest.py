@@ -46,8 +46,6 @@ from ckptd.storage.checkpoints.sealed_json import (
 from ckptd.storage.checkpoints.signing import SIGNER, ManifestSigner
 from ckptd.storage.strong_digest import STRONG_DIGEST, is_strong_digest
 
-__all__ = ["MAX_MANIFEST_BYTES", "Extent", "RankManifest", "StoredObject", "StoredSnapshot", "agreement"]
-
 MAX_MANIFEST_BYTES = 64 << 20
 _FORMAT = "ckptd.manifest/2"
 _FORMATS = {1: "ckptd.manifest/1", 2: _FORMAT}

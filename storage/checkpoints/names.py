@@ -13,27 +13,6 @@ from typing import NamedTuple
 
 from ckptd.storage.stores.objects import RESERVED
 
-__all__ = [
-    "MAX_EPOCH",
-    "MAX_INCARNATION",
-    "MAX_ITERATION",
-    "MAX_RANKS",
-    "MAX_SEQUENCE",
-    "CheckpointId",
-    "IncarnationName",
-    "ManifestName",
-    "ObjectName",
-    "PinName",
-    "RunName",
-    "StoredName",
-    "check_name",
-    "incarnation_of_run",
-    "incarnations_prefix",
-    "parse",
-    "run_of_incarnation",
-    "run_prefix",
-]
-
 MAX_ITERATION = 10**12 - 1
 MAX_EPOCH = 2**32 - 1
 MAX_SEQUENCE = 2**63 - 1

@@ -32,22 +32,6 @@ from ckptd.storage.image_format import (
 from ckptd.storage.stores.objects import ObjectInfo, ObjectMissing, ObjectStore, Range, StoreFacts
 from ckptd.storage.strong_digest import Digesting, matches
 
-__all__ = [
-    "MapFunction",
-    "SignedStore",
-    "SnapshotDamaged",
-    "has_its_digest",
-    "plan_reads",
-    "read_catalog",
-    "read_head",
-    "read_identity",
-    "read_image_bytes",
-    "read_image_header",
-    "read_manifest",
-    "restore_snapshot",
-    "vouched_tensors",
-]
-
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _HEADER_GUESS = 256 << 10  # most headers are smaller; reading this much costs less than a second request

@@ -45,22 +45,6 @@ from ckptd.storage.checkpoints.names import (
     incarnation_of_run,
 )
 
-__all__ = [
-    "CheckpointChoice",
-    "Deletion",
-    "IncarnationRemoval",
-    "References",
-    "RetentionPlan",
-    "RetentionPolicy",
-    "StoredIncarnation",
-    "choose_checkpoints",
-    "plan_incarnations",
-    "plan_retention",
-    "replacing_incarnation",
-    "run_of",
-    "wanted_by",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:

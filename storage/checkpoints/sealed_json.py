@@ -21,20 +21,6 @@ from msgspec import Meta
 
 from ckptd.storage.checkpoints.names import check_name
 
-__all__ = [
-    "MAX_RUN_BYTES",
-    "MAX_TEXT",
-    "ManifestError",
-    "RunIdentity",
-    "check_run",
-    "decode_sealed",
-    "from_base64",
-    "head_of",
-    "in_range",
-    "seal_json",
-]
-
-
 MAX_TEXT = 256
 
 _T = TypeVar("_T")

@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from ckptd.private_files import new_private_file, replace_private_file
 
-__all__ = ["SIGNER", "ManifestSigner", "Signers", "SigningError", "create_signer", "trust_signer"]
-
 SIGNER = r"[0-9a-f]{64}"  # a public key identifies the signer
 _KEY = re.compile(SIGNER)
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}\Z")

@@ -38,14 +38,6 @@ from ckptd.storage.image_format import (
 )
 from ckptd.storage.reduced_image import cut
 
-__all__ = [
-    "IMAGE_HEADER",
-    "PartLimits",
-    "StoredIndex",
-    "UploadPlan",
-    "plan_upload",
-]
-
 _PART_FORMAT = "ckptd.part/1"
 IMAGE_HEADER = "ckptd.image_header"
 _MAX_REUSED = 32  # limit of older objects per image, so that few requests read it

@@ -40,18 +40,6 @@ from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.image_format import HeaderError, ObjectHeader, parse_header, tag_of
 from ckptd.storage.stores.objects import Damaged, ObjectInfo, ObjectMissing, ObjectStore, Range, TooLarge
 
-__all__ = [
-    "Finding",
-    "Progress",
-    "Severity",
-    "VerifyReport",
-    "check_tensors",
-    "stream_buffers",
-    "verify_checkpoint",
-    "verify_run",
-    "verify_store",
-]
-
 _BUFFER_BYTES = 16 << 20
 _NUM_BUFFERS = 4
 _CACHED_CONTENTS = 64

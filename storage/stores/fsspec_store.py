@@ -58,9 +58,6 @@ from ckptd.storage.stores.store_base import (
     s3_fault,
 )
 
-__all__ = ["FsspecS3Store", "FsspecStore"]
-
-
 _DELETE_BATCH = 1000  # S3's limit
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _ETAGS = ("ETag", "etag")

@@ -33,8 +33,6 @@ from ckptd.storage.stores.objects import (
 )
 from ckptd.storage.stores.store_base import RangeRequest, StoreBase, StoreOptions, check_limit, cut, run_all
 
-__all__ = ["LocalStore"]
-
 _MAX_VECTORS = 512  # the kernel takes 1024
 _FOLDER_TRIES = 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)

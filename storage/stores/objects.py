@@ -31,30 +31,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-__all__ = [
-    "RESERVED",
-    "Cancelled",
-    "CircuitOpen",
-    "ContainerMissing",
-    "Damaged",
-    "NoSpace",
-    "NotInstalled",
-    "ObjectExists",
-    "ObjectInfo",
-    "ObjectMissing",
-    "ObjectStore",
-    "Range",
-    "StoreError",
-    "StoreFacts",
-    "StoreRefused",
-    "Throttled",
-    "TooLarge",
-    "Unavailable",
-    "check_key",
-    "check_prefix",
-    "is_reserved",
-]
-
 MAX_KEY_BYTES = 800  # S3 allows 1024, including the path of the URL
 MAX_NAME_BYTES = 200  # file systems allow 255
 RESERVED = ".ckptd-"

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as RustStore
     from obstore.store import S3Credential
 
-__all__ = ["ObstoreStore"]
-
 _PAGE = 1000
 _CHUNK_BYTES = 1 << 20
 _VALID = timedelta(minutes=5)  # obstore then asks botocore again, which refreshes expiring credentials

@@ -11,8 +11,6 @@ from urllib.parse import unquote, urlsplit
 from ckptd.storage.stores.objects import NotInstalled, ObjectStore, StoreError, Unavailable
 from ckptd.storage.stores.store_base import StoreOptions, public_url
 
-__all__ = ["BACKENDS", "open_store"]
-
 BACKENDS = ("auto", "fsspec", "obstore")
 
 _S3_SCHEMES = ("s3", "s3a")

@@ -34,17 +34,6 @@ from ckptd.storage.stores.objects import (
 )
 from ckptd.storage.stores.store_base import flat, total
 
-__all__ = [
-    "Backoff",
-    "Circuit",
-    "CircuitState",
-    "NoticeKind",
-    "Resilient",
-    "RetryPolicy",
-    "RetryTiming",
-    "StoreNotice",
-]
-
 logger = logging.getLogger(__name__)
 
 

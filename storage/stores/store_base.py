@@ -38,24 +38,6 @@ from ckptd.storage.stores.objects import (
     is_reserved,
 )
 
-__all__ = [
-    "Filler",
-    "RangeRequest",
-    "StoreBase",
-    "StoreOptions",
-    "UploadGone",
-    "check_limit",
-    "cut",
-    "flat",
-    "part_size",
-    "plan_reads",
-    "public_url",
-    "run_all",
-    "s3_fault",
-    "secrets_in",
-    "total",
-]
-
 _MIB = 1 << 20
 _MIN_PART_BYTES = 5 * _MIB  # S3 refuses smaller parts, except the last one
 _MAX_PARTS = 10_000  # S3's limit

@@ -18,8 +18,6 @@ from enum import StrEnum
 from ipaddress import IPv4Address, ip_address
 from typing import Self
 
-__all__ = ["Admission", "AdmissionLimits", "TurnReason", "TurnedAway", "source_of"]
-
 MAX_SOURCES = 4096  # addresses whose rate is remembered
 IPV6_SITE = (1 << 128) - (1 << 64)  # whoever has one address of a /64 has all of them
 

@@ -51,15 +51,6 @@ from ckptd.transport.access.admission import (
 from ckptd.transport.access.local_trust import peer_credentials, peer_groups
 from ckptd.transport.access.refusals import RefusalLog
 
-__all__ = [
-    "ENOUGH_DESCRIPTORS",
-    "Doorkeeper",
-    "LocalDoor",
-    "fd_of_frame",
-    "local_limits",
-    "source_of_frame",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 256 << 20  # more than the largest message and a full window of the largest chunks

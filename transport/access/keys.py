@@ -29,18 +29,6 @@ from zmq.utils import z85
 
 from ckptd.private_files import new_private_file, replace_private_file
 
-__all__ = [
-    "Keys",
-    "KeysError",
-    "Trust",
-    "TrustedKey",
-    "check_security",
-    "trust",
-    "trusted",
-    "trusted_keys",
-    "untrust",
-]
-
 logger = logging.getLogger(__name__)
 
 REREAD_S = 1.0  # a stranger who keeps connecting costs one directory scan a second

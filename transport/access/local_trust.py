@@ -23,18 +23,6 @@ import struct
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-__all__ = [
-    "OVERFLOW_UID",
-    "LocalFileError",
-    "check_way",
-    "find_listener",
-    "open_file",
-    "own_users",
-    "peer_credentials",
-    "peer_groups",
-    "user_name",
-]
-
 _MAX_LINKS = 40
 _PROBE_S = 1.0
 _CREDENTIALS = struct.Struct("@iII")  # struct ucred: pid, uid, gid

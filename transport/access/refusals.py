@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from ckptd.transport.verbs import FabricCounters
 
-__all__ = ["ForgeryLog", "RefusalLog"]
-
 logger = logging.getLogger(__name__)
 
 SUMMARY_S = 60.0

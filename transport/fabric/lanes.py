@@ -45,17 +45,6 @@ from ckptd.transport.fabric.regions import Regions
 from ckptd.transport.fabric.transfers import Chunk
 from ckptd.transport.verbs import FabricCounters
 
-__all__ = [
-    "HEARTBEAT_MS",
-    "HEARTBEAT_TIMEOUT_MS",
-    "ChunkLane",
-    "FabricParts",
-    "Lane",
-    "LaneOwner",
-    "LaneState",
-    "ZmqChunkLane",
-]
-
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 8_000  # then a peer whose process hangs is cut off, and its buffers are free again
 QUEUE = 4096  # messages; the window is the real bound, this one stops a peer that ignores it

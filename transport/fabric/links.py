@@ -28,8 +28,6 @@ from ckptd.transport.fabric.short_cut import CopyLane
 from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Chunk, ChunkedTransfer, Pacer, Transfers
 from ckptd.transport.verbs import Answered, Done, Fault, PeerAddress, RegionKey, Transfer
 
-__all__ = ["FabricPeer", "LinkParts"]
-
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 4096

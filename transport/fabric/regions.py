@@ -21,8 +21,6 @@ from ckptd.transport.fabric.frames import BufferUse, bytes_of
 from ckptd.transport.fabric.short_cut import FileLease
 from ckptd.transport.verbs import Access, Fault, FileRange, RegionKey, Scope
 
-__all__ = ["LocalRegion", "Refusal", "Regions"]
-
 logger = logging.getLogger(__name__)
 
 SETTLE_POLL_S = 0.001  # while libzmq sends

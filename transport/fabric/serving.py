@@ -22,8 +22,6 @@ from ckptd.transport.fabric.lanes import FabricParts
 from ckptd.transport.fabric.regions import Refusal
 from ckptd.transport.verbs import Access, Fault, Serve
 
-__all__ = ["Connection", "GrantDial", "Server"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096

@@ -44,8 +44,6 @@ from contextlib import contextmanager
 from ckptd.transport.fabric.transfers import Chunk, ChunkedTransfer, ChunkUse
 from ckptd.transport.verbs import Access, FabricCounters, FileRange, RegionKey
 
-__all__ = ["CopyLane", "FileLease", "copy_chunk", "is_being_filled", "note_filling"]
-
 logger = logging.getLogger(__name__)
 
 # No file reaches the first of these offsets, so these locks touch no byte of it.

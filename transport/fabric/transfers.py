@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from ckptd.transport.fabric.frames import BufferUse, bytes_of, digest_of
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 
-__all__ = ["DRAIN_POLL_S", "Chunk", "ChunkUse", "ChunkedTransfer", "Pacer", "Transfers"]
-
 logger = logging.getLogger(__name__)
 
 PRUNE_HOLDS = 64

@@ -47,8 +47,6 @@ from ckptd.transport.verbs import (
     Serve,
 )
 
-__all__ = ["FabricOptions", "ZmqFabric"]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_CREDITS = 128  # chunks in flight towards us, all peers together

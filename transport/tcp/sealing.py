@@ -24,18 +24,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
-__all__ = [
-    "RECORD_BYTES",
-    "SECRET_BYTES",
-    "TAG_BYTES",
-    "Cipher",
-    "Forged",
-    "StreamKey",
-    "common_cipher",
-    "offered_ciphers",
-    "stream_keys",
-]
-
 SECRET_BYTES = 32
 TAG_BYTES = 16
 # Of a payload; larger records fall out of the second level cache. GB/s of a bare loop with 128, 256, 512 and

@@ -29,8 +29,6 @@ from ckptd.transport.tcp.stream_lanes import StreamLink
 from ckptd.transport.tcp.stream_server import LIMITS, DialGrant, StreamServer
 from ckptd.transport.verbs import Fault, PeerAddress, Serve
 
-__all__ = ["STREAM_CHUNK_BYTES", "StreamFabric", "StreamOptions"]
-
 # Larger than over ZeroMQ: nothing is copied or held for a chunk, so it costs only the changes of thread.
 STREAM_CHUNK_BYTES = 4 << 20
 

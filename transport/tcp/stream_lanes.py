@@ -42,8 +42,6 @@ from ckptd.transport.tcp.stream_frames import (
 )
 from ckptd.transport.verbs import Fault, PeerAddress
 
-__all__ = ["StreamLink"]
-
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0

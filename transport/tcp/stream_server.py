@@ -45,8 +45,6 @@ from ckptd.transport.tcp.stream_frames import (
 )
 from ckptd.transport.verbs import Access, Fault
 
-__all__ = ["LIMITS", "DialGrant", "StreamServer"]
-
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 64

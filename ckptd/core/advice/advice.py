@@ -27,17 +27,6 @@ from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
 from ckptd.core.snapshot_policy import OperatorKind
 from ckptd.units import format_bytes
 
-__all__ = [
-    "Advice",
-    "EttrCurve",
-    "advise",
-    "arguments",
-    "ettr_curves",
-    "interval_by",
-    "mtbf_axis",
-    "settings",
-]
-
 _WINDOWS = 64
 _EVERY = 16  # of partial snapshots: longer intervals lose more than is within the limit
 _NAMED = {

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from ckptd.core.advice.outlook import PolicyOutlook
 
-__all__ = ["PlayedRun", "RecordedFailures", "mean_shares", "play", "recorded_failures"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlayedRun:

@@ -14,18 +14,6 @@ from types import MappingProxyType
 
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 
-__all__ = [
-    "MODELS",
-    "PRECISIONS",
-    "Layout",
-    "ModelShape",
-    "Precision",
-    "RankShape",
-    "measured_partial_shape",
-    "measured_shape",
-    "rank_shape",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

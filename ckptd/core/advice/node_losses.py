@@ -25,8 +25,6 @@ from functools import lru_cache
 
 from ckptd.core.advice.outlook import Conditions
 
-__all__ = ["REPLICAS_MAX", "NodeLosses", "chance_of_loss"]
-
 REPLICAS_MAX = 16
 """As the daemon's setting allows."""
 

@@ -48,24 +48,6 @@ from ckptd.core.persister import UPLOAD_HEADROOM
 from ckptd.core.schedule import order_operators, plan_aligned, plan_schedule
 from ckptd.core.snapshot_policy import OperatorKind, PolicyKind, Schedule, policy_for
 
-__all__ = [
-    "EQUAL_ETTR",
-    "HIDDEN",
-    "LOSSY",
-    "Choice",
-    "Conditions",
-    "PolicyOutlook",
-    "StorageOutlook",
-    "at_mtbf",
-    "dense_outlook",
-    "ettr",
-    "partial_outlook",
-    "persisting",
-    "replay_share",
-    "selected_outlook",
-    "window_outlook",
-]
-
 EQUAL_ETTR = 1e-4
 """Two choices that differ by less are the same to a user: the simpler one is taken."""
 LOSSY = ("partial", "selected")

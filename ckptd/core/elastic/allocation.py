@@ -34,20 +34,6 @@ from numpy.typing import ArrayLike, NDArray
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 from ckptd.errors import ElasticError
 
-__all__ = [
-    "Allocation",
-    "allocate",
-    "busiest",
-    "domain_slots",
-    "node_tokens",
-    "reachable_threshold",
-    "split_over_ranks",
-    "straggler_by_layer",
-    "straggler_factor",
-    "token_shares",
-    "useful_slots",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:

@@ -31,8 +31,6 @@ from numpy.typing import NDArray
 
 from ckptd.core.elastic.expert_layout import LayoutProblem
 
-__all__ = ["CoreProblem", "lay_out_cores", "settle"]
-
 Ints = NDArray[np.int64]
 
 # Rounds of exchanges for replicas that met their own expert: of 400 in a layer of 8,192 about 5 are needed.

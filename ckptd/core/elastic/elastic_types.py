@@ -18,8 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from ckptd.errors import ElasticError
 
-__all__ = ["Cluster", "ElasticError", "ExpertPlacement", "Loads", "checked_loads", "integers"]
-
 Loads: TypeAlias = NDArray[np.int64]
 """``[L, E]``: tokens routed to each expert of each layer in a period; never negative."""
 

@@ -37,22 +37,6 @@ from numpy.typing import NDArray
 from ckptd.core.elastic.allocation import domain_slots
 from ckptd.core.elastic.elastic_types import Cluster
 
-__all__ = [
-    "LayoutProblem",
-    "Shape",
-    "ascending",
-    "complete",
-    "domain_problem",
-    "guaranteed",
-    "lay_out",
-    "layouts",
-    "num_groups",
-    "spread_out",
-    "strict_exists",
-    "within_domains",
-]
-
-
 SEPARATED_MAX = 256  # replicas of one layer that are moved off units that already hold their expert
 SCANNED = 1024  # replicas looked at together
 

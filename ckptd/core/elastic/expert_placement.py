@@ -67,9 +67,6 @@ from ckptd.core.elastic.survival import (
 )
 from ckptd.errors import ElasticError
 
-__all__ = ["PlacementPlan", "compact", "place", "spread"]
-
-
 MOVES = 2000  # of the search, over all layers: about 0.15 s
 SEARCHED_UNITS = 10
 EXACT_UNITS = 64

@@ -32,9 +32,6 @@ from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, integers
 from ckptd.core.elastic.mapping import checked_bytes, where
 from ckptd.errors import ElasticError
 
-__all__ = ["SNAPSHOT", "TransferPlan", "plan_transfers"]
-
-
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 

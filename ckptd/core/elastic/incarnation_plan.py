@@ -36,18 +36,6 @@ from ckptd.core.elastic.mapping import place_near
 from ckptd.core.elastic.placement_repair import count_moves
 from ckptd.errors import LocalProtocolError
 
-__all__ = [
-    "Give",
-    "Handover",
-    "IncarnationPlan",
-    "Seat",
-    "nodes_of",
-    "placement_of",
-    "plan_handover",
-    "plan_incarnation",
-    "replicas_by_load",
-]
-
 _NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 

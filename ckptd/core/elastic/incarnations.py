@@ -41,21 +41,6 @@ from numpy.typing import NDArray
 
 from ckptd.errors import ElasticError, LocalProtocolError
 
-__all__ = [
-    "BUFFER",
-    "SHARDS",
-    "ChosenState",
-    "ExpertLayers",
-    "HeldImage",
-    "NodeHeld",
-    "Unit",
-    "choose",
-    "common_rows",
-    "shard_gives",
-    "shard_length",
-    "shard_rows",
-]
-
 BUFFER = "buffer/"
 """Prefix of the name of an expert's buffer, as a unit."""
 SHARDS = "expert_shards.shards."

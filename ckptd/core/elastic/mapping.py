@@ -34,8 +34,6 @@ from ckptd.core.elastic.allocation import Allocation
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, integers
 from ckptd.core.elastic.expert_placement import PlacementPlan, place
 
-__all__ = ["NodeMapping", "checked_bytes", "fetch_bytes", "held_now", "map_nodes", "place_near", "where"]
-
 Ints = NDArray[np.int64]
 Costs = NDArray[np.float64]  # integers; inf where there is no way
 

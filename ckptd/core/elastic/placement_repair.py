@@ -38,8 +38,6 @@ from ckptd.core.elastic.core_layout import CoreProblem, settle
 from ckptd.core.elastic.elastic_types import ExpertPlacement
 from ckptd.core.elastic.survival import minimal_sets
 
-__all__ = ["FEW", "Moves", "count_moves", "expected_losses", "repaired", "small_sets"]
-
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 

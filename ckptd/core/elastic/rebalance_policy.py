@@ -33,18 +33,6 @@ from ckptd.core.elastic.allocation import reachable_threshold
 from ckptd.core.elastic.elastic_types import Cluster
 from ckptd.errors import LocalProtocolError
 
-__all__ = [
-    "Action",
-    "Decision",
-    "Event",
-    "Forecast",
-    "NodesSeen",
-    "Placed",
-    "PlacementTimes",
-    "StepDone",
-    "TimesConfig",
-]
-
 
 class Action(StrEnum):
     """The answer to an event."""

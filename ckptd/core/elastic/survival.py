@@ -26,14 +26,6 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from ckptd.core.elastic.elastic_types import ExpertPlacement, integers
 
-__all__ = [
-    "Chance",
-    "holder_sets",
-    "recovery_probability",
-    "sampled_survivors",
-    "survivor_counts",
-]
-
 ENUMERATED_MAX = 12  # 4,096 masks: less work than any bookkeeping
 STATES_MAX = 4096
 SAMPLES = 20_000

@@ -30,8 +30,6 @@ from numpy.typing import ArrayLike, NDArray
 from ckptd.core.elastic.elastic_types import integers
 from ckptd.errors import ElasticError
 
-__all__ = ["Dispatch", "Entries", "Sends", "plan_dispatch", "token_quotas"]
-
 Ints = NDArray[np.int64]
 
 _MOST_TOKENS = 1 << 62

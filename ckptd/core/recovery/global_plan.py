@@ -58,16 +58,6 @@ from ckptd.core.recovery.snapshot_tables import (
 from ckptd.core.slots.ring import chain_from, missing_operators
 from ckptd.core.slots.slots import NO_EPOCHS, epoch_table, stale_after
 
-__all__ = [
-    "VERIFY_ITERATIONS",
-    "NoRecovery",
-    "RecoveryPlan",
-    "complete_suffixes",
-    "newer_anchors",
-    "plan_recovery",
-    "reachable",
-]
-
 VERIFY_ITERATIONS = 16
 """The default of a trainer's ``verify_iterations``."""
 

@@ -16,9 +16,6 @@ from ckptd.core.slots.slots import SlotRecord, SlotState, least_starts, other_hi
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = ["STORE_NODE", "HeldRecords", "History", "RunHoldings", "from_wire", "history_of", "to_wire"]
-
-
 STORE_NODE = ".store"  # the node of inventories of object storage; no node can have this name
 
 

@@ -67,9 +67,6 @@ from ckptd.core.recovery.snapshot_tables import (
 )
 from ckptd.core.slots.slots import epoch_table, stale_after
 
-__all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
-
-
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
 _MOST_WIDENINGS = 3
 _LOGS_TRIED = 8

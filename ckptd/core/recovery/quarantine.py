@@ -31,24 +31,6 @@ from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.transport.messages import ReplayFailure
 
-__all__ = [
-    "Mark",
-    "ReplayVerdict",
-    "Used",
-    "add_failure",
-    "describe_failure",
-    "judge_replay",
-    "marks_of",
-    "open_failures",
-    "quarantined_failures",
-    "reason_of",
-    "reported_epochs",
-    "reported_spans",
-    "settled",
-    "snapshots_used",
-    "without_marked",
-]
-
 Mark = tuple[int, int]  # iteration and epoch
 Used = tuple[int, int, int]  # and where that epoch began
 

@@ -31,16 +31,6 @@ from ckptd.core.slots.slots import epoch_table, live
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "RankFacts",
-    "Relations",
-    "facts_from_logs",
-    "facts_from_wire",
-    "facts_of_log",
-    "facts_to_wire",
-    "relate",
-]
-
 
 class RankFacts(msgspec.Struct, frozen=True):
     """The facts of one rank; each list is in ascending order.

@@ -18,18 +18,6 @@ from enum import StrEnum
 
 from ckptd.core.histogram import Histogram
 
-__all__ = [
-    "RecoveryHistograms",
-    "RecoveryPhase",
-    "RecoveryTrace",
-    "ToldStart",
-    "describe_phases",
-    "first_phase",
-    "parse_phases",
-    "phase_metrics",
-    "phases_in_metrics",
-]
-
 
 class RecoveryPhase(StrEnum):
     """The phases in their order."""

@@ -20,17 +20,6 @@ from dataclasses import dataclass, field
 from ckptd.core.recovery.recovery_facts import Relations
 from ckptd.core.recovery.snapshot_tables import Group, best_group, between, common, covering_starts, listed
 
-__all__ = [
-    "DomainSpans",
-    "DomainStart",
-    "RecoveryScope",
-    "Stand",
-    "Widening",
-    "lacking",
-    "settle",
-    "verified",
-]
-
 # The snapshots of a rank, by operator table.
 GroupsOf = Callable[[int], Sequence[Group]]
 # Whether a node holds a rank's log of an iteration.

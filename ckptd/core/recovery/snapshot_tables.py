@@ -21,38 +21,6 @@ from ckptd.core.slots.ring import chain_from, ways_to
 from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.units import format_bytes
 
-__all__ = [
-    "Copy",
-    "Group",
-    "Known",
-    "SnapshotCopy",
-    "SnapshotToLoad",
-    "Sources",
-    "Tables",
-    "all_spans",
-    "best_group",
-    "between",
-    "common",
-    "common_ends",
-    "common_start",
-    "conflicts_text",
-    "covering_starts",
-    "groups_of",
-    "has_suffix",
-    "in_order",
-    "is_whole",
-    "listed",
-    "newest_span",
-    "nodes_of",
-    "numbers_by_rank",
-    "one_before",
-    "record_of",
-    "span_to",
-    "tables_of",
-    "whole_images",
-]
-
-
 _MOST_CONFLICTS = 3
 
 # Plain tuples of numbers, because a large job has hundreds of thousands of them, and the garbage collector

@@ -34,9 +34,6 @@ from collections.abc import Collection, Container, Hashable, Iterable, Iterator,
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["MIXES", "PART_BYTES", "Cancel", "ImagePart", "Pull", "Span", "Stripes", "next_mix"]
-
-
 PART_BYTES = 8 << 20
 _IN_FLIGHT = 2  # per holder: the next request is on its way while one is served
 _SLOW_FACTOR = 4.0

@@ -18,8 +18,6 @@ from ckptd.core.recovery.recovery_facts import facts_from_logs
 from ckptd.core.recovery.snapshot_tables import SnapshotToLoad, listed
 from ckptd.core.slots.slots import SlotRecord, SlotState, epoch_table, live
 
-__all__ = ["NODE_LABEL", "FedBy", "RankOutcome", "WhatIf", "select_nodes", "what_if"]
-
 NODE_LABEL = "node"  # a label of every node; its value is the node's name
 _SHOWN = 8
 _NOT_THERE_YET = "to be parked"  # a segment name that no file has

@@ -19,8 +19,6 @@ from ckptd.core.replication.replicas import spanning_suffix, suffix_ends
 from ckptd.core.slots.ring import Suffix, chain_from, newest_by_iteration
 from ckptd.core.slots.slots import Joined, SlotRecord, SnapshotKey, epoch_table, key_of
 
-__all__ = ["NO_INTERVAL", "Copies", "Interval", "Lag", "TargetCopies"]
-
 # The floor advances by at least this many snapshots at a time; by more only if the ring has spare slots.
 _REACH = 2
 

@@ -45,17 +45,6 @@ from typing import NamedTuple
 
 from ckptd.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = [
-    "ANY_SPAN",
-    "FAN_OUT",
-    "NOTHING_CARRIED",
-    "NO_RANKS",
-    "Carried",
-    "FloorKind",
-    "FloorMessage",
-    "FloorTree",
-]
-
 FAN_OUT = 16
 # What a subtree without ranks reports: larger than any iteration, and an i64 on the wire.
 NO_RANKS = (1 << 63) - 1

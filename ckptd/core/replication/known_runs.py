@@ -19,8 +19,6 @@ from typing import NamedTuple, Protocol
 from ckptd.core.replication.replicas import Promise
 from ckptd.units import first_of
 
-__all__ = ["GUEST_S", "MAX_GUESTS", "MAX_GUEST_RUNS", "KnownRun", "KnownRuns", "RunAccess"]
-
 GUEST_S = 3600.0  # from a start until its ranks have joined: longer than they wait for each other
 MAX_GUESTS = 1 << 16  # that one node names, of all runs
 MAX_GUEST_RUNS = 256  # of which one other node names any

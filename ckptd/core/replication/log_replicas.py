@@ -21,16 +21,6 @@ from ckptd.core.replication.target import Effect, Event
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.core.slots.slots import NO_EPOCHS, Note, SlotRecord, epoch_table
 
-__all__ = [
-    "LogReplicator",
-    "admit_log",
-    "as_sent",
-    "as_whole",
-    "oldest_held",
-    "outdated_slots",
-    "why_log_removable",
-]
-
 
 class LogReplicator(Replicator):
     """Sends one rank's boundary log to its targets."""

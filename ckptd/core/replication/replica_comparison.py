@@ -19,18 +19,6 @@ from dataclasses import dataclass, field
 
 from ckptd.core.export_plan import MASTER, OPTIM, param_and_key
 
-__all__ = [
-    "DIGEST_BYTES",
-    "MAX_PENDING",
-    "Differing",
-    "Diverged",
-    "Equal",
-    "Finding",
-    "RankDigests",
-    "ReplicaComparison",
-    "family_of",
-]
-
 DIGEST_BYTES = 8  # of each tensor: half of its xxh3_128
 MAX_PENDING = 16  # snapshots that wait for ranks: more than seals are behind each other
 _EQUAL_BEFORE = 2

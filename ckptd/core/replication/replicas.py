@@ -33,18 +33,6 @@ from dataclasses import dataclass
 from ckptd.core.slots.ring import Suffix, chain_from, complete_chain, newest_by_iteration
 from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord, SlotState, epoch_table, is_stale
 
-__all__ = [
-    "Admit",
-    "Deny",
-    "Promise",
-    "admit",
-    "promised",
-    "removable",
-    "spanning_suffix",
-    "stale_slots",
-    "suffix_ends",
-]
-
 Key = tuple[int, int]
 
 

@@ -40,8 +40,6 @@ from ckptd.core.replication.target import (
 from ckptd.core.slots.slots import Joined, SnapshotKey, Tick
 from ckptd.core.state_machine import validated
 
-__all__ = ["Replicator"]
-
 _Facts = tuple[int, Agreed | None, bool]  # see `Replicator._facts`
 
 

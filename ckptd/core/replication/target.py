@@ -15,36 +15,6 @@ from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, Snap
 from ckptd.core.state_machine import MachineState, Transitions
 from ckptd.errors import LocalProtocolError
 
-__all__ = [
-    "TRANSITIONS",
-    "Abort",
-    "Agreed",
-    "Begin",
-    "BeginRefused",
-    "Effect",
-    "Event",
-    "Granted",
-    "OpenRefused",
-    "OpenTarget",
-    "PeerBack",
-    "PeerLost",
-    "Phase",
-    "Put",
-    "PutEnded",
-    "ReplicationConfig",
-    "ReplicationTarget",
-    "Seal",
-    "SealRefused",
-    "SealedThere",
-    "Slots",
-    "TargetEvent",
-    "TargetOpened",
-    "TargetState",
-    "Targets",
-    "Turn",
-    "put_not_begun",
-]
-
 
 class Phase(MachineState):
     """What a target is doing."""

@@ -17,8 +17,6 @@ from heapq import heappop, heappush
 
 from ckptd.core.reroute.pipeline_grid import PipelineGrid
 
-__all__ = ["Order", "Policy", "Route", "Timetable", "list_schedule"]
-
 Route = tuple[tuple[int, ...], ...]
 """``[P][D * M]``: the pipeline whose worker runs this micro-batch at this stage."""
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from ckptd.core.reroute.list_scheduling import Policy, Route, Timetable, list_schedule
 from ckptd.core.reroute.pipeline_grid import PipelineGrid
 
-__all__ = ["best_of", "improve", "policies"]
-
 ROUNDING = 1e-9  # of a bound: what sums of durations may be off
 
 

@@ -13,8 +13,6 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["PipelineGrid", "StageCosts", "Worker", "lower_bound_s"]
-
 
 class Worker(NamedTuple):
     """Who runs a stage of a pipeline."""

@@ -23,8 +23,6 @@ from ckptd.core.reroute.list_scheduling import Order, Policy, Route, Timetable
 from ckptd.core.reroute.order_search import ROUNDING, best_of, improve, policies
 from ckptd.core.reroute.pipeline_grid import PipelineGrid, Worker, lower_bound_s
 
-__all__ = ["PlanKind", "PlannedAction", "ReroutePlan", "drop_pipelines", "plan_reroute"]
-
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 SMALL = 250  # actions, until which better orders are looked for: it takes some tenths of a second
 LARGE = 20_000  # actions, from which on a policy takes tenths of a second

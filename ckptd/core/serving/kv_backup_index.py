@@ -32,8 +32,6 @@ from ckptd.core.serving.served_model import ServedModel
 from ckptd.errors import LocalProtocolError
 from ckptd.units import format_bytes
 
-__all__ = ["BackupGeometry", "BlockPlace", "KvBackupIndex"]
-
 
 @dataclass(frozen=True, slots=True)
 class BackupGeometry:

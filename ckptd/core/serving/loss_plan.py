@@ -33,8 +33,6 @@ from ckptd.core.serving.served_model import UnitKind
 from ckptd.core.serving.server_layout import ServerLayout, move_server
 from ckptd.units import format_bytes
 
-__all__ = ["DevicePlan", "KvFetch", "WeightFetch", "plan_devices"]
-
 BackedUp = Callable[[str, int, int], int]
 """Of a request, a layer and a KV head: how many tokens, from the first on without a gap, the backup has."""
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ServerNodes", "copies_to_make", "nearest_holders"]
-
 Blocks = int
 
 

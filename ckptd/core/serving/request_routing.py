@@ -21,8 +21,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Routing", "ServedRequest", "route_requests"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:

@@ -22,8 +22,6 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-__all__ = ["FAMILIES", "ByteRuns", "ServedModel", "SplitTensor", "UnitKind", "byte_runs", "model_of_config"]
-
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of the configurations whose tensors have names that are known here."""
 

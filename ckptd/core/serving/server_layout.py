@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from ckptd.core.serving.served_model import ServedModel, UnitKind
 from ckptd.core.serving.unit_placement import UnitPlacement, move_units, place_units
 
-__all__ = ["ServerLayout", "move_server", "place_server"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServerLayout:

@@ -32,8 +32,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["UnitPlacement", "move_units", "place_units"]
-
 
 @dataclass(frozen=True, slots=True)
 class UnitPlacement:

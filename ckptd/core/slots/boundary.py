@@ -21,21 +21,6 @@ from enum import StrEnum
 from ckptd.core.slots.ring import NoSuffix, find_suffix
 from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord, SlotState, epoch_table
 
-__all__ = [
-    "DATA_ALIGNMENT",
-    "LogSlot",
-    "RecordKey",
-    "SentKind",
-    "choose_log_slot",
-    "logged_iterations",
-    "needed_from",
-    "outdated",
-    "padding_name",
-    "parse_record_name",
-    "record_name",
-    "slots_for_log",
-]
-
 # Records begin at multiples of it, whatever their dtypes; padding between them is a tensor, too, since an
 # image has no gaps.
 DATA_ALIGNMENT = 64

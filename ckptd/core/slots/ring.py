@@ -47,25 +47,6 @@ from ckptd.core.slots.slots import (
 )
 from ckptd.core.state_machine import validating
 
-__all__ = [
-    "NoSuffix",
-    "Remedy",
-    "SlotChoice",
-    "Suffix",
-    "chain_from",
-    "choose_slot",
-    "complete_chain",
-    "droppable_generations",
-    "find_suffix",
-    "missing_operators",
-    "most_slots",
-    "newest_by_iteration",
-    "slots_for_window",
-    "truncate",
-    "ways_to",
-]
-
-
 _IN_FLIGHT = (SlotState.FILLING, SlotState.FILLED)
 _EMPTY = (SlotState.FREE, SlotState.QUARANTINED)
 

@@ -39,58 +39,6 @@ from ckptd.core.state_machine import validating
 from ckptd.errors import SegmentError
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "FILE_ENDS",
-    "HINT_APART",
-    "HINT_APART_AGAIN",
-    "HINT_COPIES_BESIDE",
-    "HINT_COPIES_INLINE",
-    "HINT_DROP_GRADIENTS",
-    "HINT_OFFSET",
-    "MAX_GROUP_RANKS",
-    "MAX_REPLICA_GROUPS",
-    "OWNER_LOCK_BYTE",
-    "PAGE_BYTES",
-    "PROLOGUE_BYTES",
-    "QUIET_OFFSET",
-    "RECORD_ENDS",
-    "REPLICA_ENDS",
-    "SLOT_HEADER_BYTES",
-    "SLOT_HEADER_LEN",
-    "WORLD_TOPOLOGY",
-    "Kind",
-    "ReplicaGroup",
-    "ReplicaName",
-    "RingHint",
-    "SegmentDescriptor",
-    "SegmentGeometry",
-    "SegmentName",
-    "SlotHeader",
-    "check_name",
-    "decode_descriptor",
-    "encode_descriptor",
-    "last_filled",
-    "origin_of",
-    "pack_slot_header",
-    "parse_replica_file_name",
-    "parse_segment_file_name",
-    "plan_geometry",
-    "read_prologue",
-    "read_raw_slot_header",
-    "read_ring_hint",
-    "read_slot_header",
-    "replica_file_name",
-    "segment_file_name",
-    "set_slot_state",
-    "slot_lock_byte",
-    "slot_view",
-    "unpack_slot_header",
-    "write_prologue",
-    "write_ring_hint",
-    "write_slot_header",
-]
-
-
 Kind = Literal["snapshots", "log", "parked", "kv"]
 FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked", "kv": ".kv"}
 RECORD_ENDS = ".run"  # of the file beside them that says who takes part in a run

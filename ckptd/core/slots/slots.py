@@ -27,32 +27,6 @@ from typing import NamedTuple, Self
 from ckptd.core.state_machine import Transitions
 from ckptd.errors import LocalProtocolError
 
-__all__ = [
-    "DRAWN_EPOCHS",
-    "NO_EPOCHS",
-    "TRANSITIONS",
-    "Hold",
-    "Joined",
-    "Note",
-    "Release",
-    "SlotEvent",
-    "SlotRecord",
-    "SlotState",
-    "SnapshotKey",
-    "Tick",
-    "check_transition",
-    "epoch_after",
-    "epoch_can_follow",
-    "epoch_table",
-    "is_stale",
-    "key_of",
-    "least_starts",
-    "live",
-    "other_histories",
-    "past_of",
-    "stale_after",
-]
-
 
 class SlotState(IntEnum):
     """The state of a slot; the numbers are those of the file format."""

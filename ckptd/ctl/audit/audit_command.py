@@ -29,8 +29,6 @@ from ckptd.printable import for_terminal
 from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
-__all__ = ["add_audit_command"]
-
 _TIMEOUT_S = 600.0  # for the program, each time that it runs
 _STEP_S = 30.0  # for the snapshots of a step
 _TEXT_LIMIT = 4000

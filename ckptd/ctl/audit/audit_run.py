@@ -31,16 +31,6 @@ from ckptd.transport.messages import AuditDifference, AuditReport
 from ckptd.units import format_bytes
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "AuditFolder",
-    "Audited",
-    "audit_step",
-    "conclude",
-    "cost_text",
-    "differences_text",
-    "run_program",
-]
-
 _PREFIX = "ckptd-audit-"
 _COPIES = "-copies"
 _SHORT = "/tmp"  # a socket's path has at most 107 bytes

@@ -40,8 +40,6 @@ from ckptd.memory.pages import FileMapping
 from ckptd.memory.segment_file import Segment
 from ckptd.units import format_bytes
 
-__all__ = ["CopiedStep", "copy_step"]
-
 _HERE = "here"  # the node of all inventories
 _PAUSE_S = 0.05
 

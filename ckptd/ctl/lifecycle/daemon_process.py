@@ -22,8 +22,6 @@ from ckptd.config.runtime_dir import log_place
 from ckptd.ctl.command import EXIT_NO_DAEMON, EXIT_REFUSED, CommandError
 from ckptd.transport.access.local_trust import peer_credentials
 
-__all__ = ["DaemonLog", "SystemdUnit", "find_log", "listener_pid", "unit_of"]
-
 _CONNECT_S = 1.0
 _LOOK_S = 0.5
 _TAIL_BYTES = 4 << 20  # more than any tail that people ask for

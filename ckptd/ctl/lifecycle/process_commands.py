@@ -28,8 +28,6 @@ from ckptd.ctl.lifecycle.daemon_process import find_log, listener_pid, unit_of
 from ckptd.errors import DaemonUnavailable
 from ckptd.units import format_age
 
-__all__ = ["add_process_commands", "daemon_pid", "log_lines"]
-
 _STOP_S = 60.0  # twice the default of drain_timeout_s
 _LINES = 100
 

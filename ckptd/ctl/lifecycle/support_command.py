@@ -40,8 +40,6 @@ from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 from ckptd.units import format_bytes
 
-__all__ = ["add_support_command"]
-
 _ANSWER_S = 5.0  # for each of the daemon's answers
 _LOG_LINES = 2000
 _EVENTS = 10_000

@@ -33,16 +33,6 @@ from ckptd.storage.stores.store_base import public_url, secrets_in
 from ckptd.transport import messages as m
 from ckptd.transport.wire import RequestTimeout
 
-__all__ = [
-    "STORE_TIMEOUT_S",
-    "OpenedStore",
-    "StorePlace",
-    "configured_place",
-    "named_place",
-    "opened",
-    "store_clock_ns",
-]
-
 STORE_TIMEOUT_S = 600.0
 """Default of ``--timeout`` of commands that use a store.
 

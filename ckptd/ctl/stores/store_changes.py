@@ -53,8 +53,6 @@ from ckptd.storage.checkpoints.retention import (
 from ckptd.storage.stores.objects import ObjectStore
 from ckptd.units import format_age
 
-__all__ = ["Collected", "Gone", "Pinned", "collect", "pin", "policy_of", "remove", "unpin"]
-
 _NEVER_NS = 1 << 62
 _BATCH = 500
 # Deletions happen within this time after the start of the listing, or not at all: writers rely on it

@@ -24,8 +24,6 @@ from ckptd.storage.checkpoints.verifier import (
 )
 from ckptd.storage.stores.objects import ObjectInfo, ObjectStore, Range, StoreFacts, StoreRefused
 
-__all__ = ["Advised", "Checked", "check_checkpoint", "check_run", "check_store"]
-
 _READ_ONLY = "this view is read-only"
 _RESTORE_COPY = "restore it from an older version or a backup of the store"
 

@@ -36,28 +36,6 @@ from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.stores.objects import ObjectInfo, ObjectMissing, TooLarge
 from ckptd.units import first_of
 
-__all__ = [
-    "CheckpointRow",
-    "CheckpointShown",
-    "Family",
-    "Manifests",
-    "NamedCheckpoint",
-    "RankShown",
-    "RunShown",
-    "choose_checkpoint",
-    "choose_pin",
-    "families_of",
-    "find_catalog",
-    "object_sizes",
-    "read_manifests_of",
-    "references_of",
-    "rows_of",
-    "runs_in",
-    "show_checkpoint",
-    "standing_of",
-    "whole_ones",
-]
-
 _Named = TypeVar("_Named", CheckpointId, PinName)
 _MOST_LISTED = 8
 

@@ -14,8 +14,6 @@ from functools import partial
 from ckptd.ctl.command import CommandOutcome, Commands, connected
 from ckptd.ctl.peers_command import known_runs
 
-__all__ = ["add_completion_command"]
-
 _NAMES_S = 2.0
 _FIELDS = {"job": 1, "run": 2}  # of a line of `ckptctl completion names`
 

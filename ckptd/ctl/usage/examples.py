@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["EXAMPLES"]
-
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "ckptctl status": (
         "ckptctl status --watch",

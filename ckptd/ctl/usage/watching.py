@@ -11,8 +11,6 @@ from ckptd.ctl.command import EXIT_NO_DAEMON, Command, CommandOutcome, show
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.wire import RequestTimeout
 
-__all__ = ["add_watch", "watch"]
-
 _REFRESH_S = 2.0
 _REFRESH_MIN_S = 0.1
 _REFRESH_MAX_S = 86400.0

@@ -14,8 +14,6 @@ from enum import StrEnum
 
 from ckptd.progress_page import StepStage
 
-__all__ = ["HangInquiry", "Position", "TrainerState"]
-
 _SHOWN = 8
 _STAGES = {
     StepStage.TOP: "before its first forward",

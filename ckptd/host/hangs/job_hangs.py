@@ -10,8 +10,6 @@ from ckptd.host.hangs.hang_inquiry import HangInquiry, Position, TrainerState
 from ckptd.host.host_loop import HostLoop
 from ckptd.progress_page import StepStage
 
-__all__ = ["JobHangs"]
-
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]

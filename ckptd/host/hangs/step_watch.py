@@ -14,8 +14,6 @@ from collections import deque
 
 from ckptd.progress_page import StepProgress
 
-__all__ = ["StepWatch"]
-
 _LEAST_DEADLINE_S = 300.0
 _MEDIANS = 20
 _LONGEST = 3

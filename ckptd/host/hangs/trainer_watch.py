@@ -16,8 +16,6 @@ from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
 from ckptd.progress_page import PAGE_VARIABLE, ProgressPage
 
-__all__ = ["TrainerWatch", "state_of"]
-
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]

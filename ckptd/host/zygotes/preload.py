@@ -31,23 +31,6 @@ from typing import Any, TypeGuard
 from ckptd.host.zygotes.script_main import Script, own_folder
 from ckptd.private_files import replace_private_file
 
-__all__ = [
-    "FIRST_MODULES",
-    "TRAINING_MODULES",
-    "ImportRecorder",
-    "SourceFiles",
-    "belongs",
-    "environment_set_by",
-    "generator_marks",
-    "import_ahead",
-    "import_recorded",
-    "names_in",
-    "note_changes_of_environment",
-    "noting_reads",
-    "read_record",
-    "write_record",
-]
-
 # What every trainer needs, where no script has told more yet.
 FIRST_MODULES = ("torch", "torch.distributed", "numpy", "numpy.random")
 # What trainers with an optimizer of torch need: its constructor imports this, with sympy.

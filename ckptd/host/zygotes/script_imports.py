@@ -19,8 +19,6 @@ from typing import NamedTuple
 from ckptd.host.zygotes.preload import belongs
 from ckptd.host.zygotes.script_main import Script, own_folder, script_file
 
-__all__ = ["Imported", "import_named", "imports_of_script"]
-
 _FILES_MAX = 500
 
 

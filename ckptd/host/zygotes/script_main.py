@@ -19,8 +19,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, Source
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["Script", "own_folder", "run_script", "script_file", "set_up_path"]
-
 _USAGE_ERROR = 2
 
 

@@ -76,8 +76,6 @@ from ckptd.host.zygotes.zygote_handover import (
 from ckptd.progress_page import PAGE_VARIABLE
 from ckptd.restart_line import LINE_VARIABLE
 
-__all__ = ["Zygote", "main", "serve_stores", "unfit_because"]
-
 _PACKET_MAX = 64 << 10
 _NAMES_BYTES_MAX = 4 << 20
 # A trainer's place in the job, which changes when nodes are lost.

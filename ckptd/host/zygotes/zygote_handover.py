@@ -29,17 +29,6 @@ from ckptd.host.host_options import HostOptions
 from ckptd.host.process_control import process_traits
 from ckptd.host.zygotes.script_main import Script
 
-__all__ = [
-    "Successor",
-    "ask_for_zygote",
-    "differing_variable",
-    "moved_environment",
-    "ready_of",
-    "wait_for_successor",
-    "waiting_name",
-    "warm_name",
-]
-
 _PACKET_MAX = 64 << 10
 _ENVIRONMENT_MAX = 4 << 20
 _ANSWER_S = 2.0

@@ -16,8 +16,6 @@ from ckptd.host.process_control import HostProcess, send, spawn
 from ckptd.host.zygotes.script_main import Script
 from ckptd.host.zygotes.zygote_handover import ask_for_zygote
 
-__all__ = ["StoreServer", "ZygoteLink", "start_zygote", "take_over_zygote"]
-
 _PACKET_MAX = 64 << 10
 
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-__all__ = ["Kept", "carried_variables", "kept_by_functions"]
-
 # Functions and classes that are looked at; they call each other.
 _MOST_FUNCTIONS = 300
 

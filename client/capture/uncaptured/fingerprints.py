@@ -22,8 +22,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ckptd.client.optimizers.value_trees import counts_steps
 from ckptd.client.rng_state import GENERATORS
 
-__all__ = ["fingerprint", "is_iterator", "is_time", "of_user"]
-
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _MOST_PARTS = 2000
 _OF_ONE = 64

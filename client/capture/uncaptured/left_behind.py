@@ -42,8 +42,6 @@ from ckptd.client.optimizers.value_trees import counts_steps
 from ckptd.client.rng_state import GENERATORS
 from ckptd.units import first_of
 
-__all__ = ["LeftBehind", "around_loop", "variables_of"]
-
 logger = get_logger(__name__)
 
 # Tops at which it looks: a scheduler may count for the first time in the second step.

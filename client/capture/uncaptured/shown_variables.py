@@ -16,8 +16,6 @@ import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-__all__ = ["only_shown"]
-
 # Names of functions and methods. What they are given goes to a person, and to nobody else.
 _SHOWS = frozenset(
     [

@@ -36,8 +36,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["DurableState", "Storage", "choose_state", "missing_ranks", "newer_than", "share_out"]
-
 logger = get_logger(__name__)
 
 # A job that ended within its first steps may have left parts of a state only: a rank died before it

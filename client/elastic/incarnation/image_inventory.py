@@ -32,19 +32,6 @@ from ckptd.storage.checkpoints.names import incarnation_of_run
 from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import SCALARS, ImageError, ImageTensor
 
-__all__ = [
-    "ImageKey",
-    "Inventory",
-    "LocalImage",
-    "LocalState",
-    "ParamFacts",
-    "UnitHead",
-    "UnitIndex",
-    "Unreadable",
-    "incarnation_files",
-    "settle",
-]
-
 logger = get_logger(__name__)
 
 

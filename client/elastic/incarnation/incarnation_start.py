@@ -45,16 +45,6 @@ from ckptd.launch import connect
 from ckptd.transport.messages import Hello, Welcome
 from ckptd.transport.wire import RequestTimeout, WireError
 
-__all__ = [
-    "Discovery",
-    "JobSettings",
-    "LocalNode",
-    "Started",
-    "discover",
-    "find_local_node",
-    "start_incarnation",
-]
-
 # In each a rank may find one more damaged image: after trouble with a host's memory there are many.
 _PLANS = 20
 _DRAWN = 1000

@@ -23,8 +23,6 @@ from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers
 
-__all__ = ["OptimizerExtras", "check_recorded_equal"]
-
 Node = Any
 """A value, or a list that begins with a tag (``ckptd.client.optimizers.value_trees``)."""
 

@@ -29,8 +29,6 @@ from ckptd.core.elastic.incarnation_plan import Handover
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, Unit
 from ckptd.units import first_of
 
-__all__ = ["Loader", "check_fits", "transfer_state"]
-
 logger = get_logger(__name__)
 
 _NAMED = 4

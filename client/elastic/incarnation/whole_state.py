@@ -30,18 +30,6 @@ from ckptd.client.training_state import check_state
 from ckptd.core.elastic.elastic_types import Loads
 from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, shard_length
 
-__all__ = [
-    "LOADS",
-    "SHAPES",
-    "LoadHistory",
-    "WholeState",
-    "check_strategy",
-    "firsts_of",
-    "numels_of",
-    "same_call",
-    "whole_state_of",
-]
-
 # Names in the user's state of what the job records itself.
 LOADS = "ckptd.loads"
 SHAPES = "ckptd.shards"

@@ -38,8 +38,6 @@ from ckptd.storage.checkpoints.names import run_of_incarnation
 from ckptd.transport.messages import Done, Elastic, Forget
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["BackgroundTasks", "GarbageCollection", "floor_of", "make_room", "unneeded_runs"]
-
 logger = get_logger(__name__)
 
 _TIMEOUT_S = 10.0

@@ -76,8 +76,6 @@ from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.launch import ensure_daemon
 from ckptd.storage.checkpoints.names import run_of_incarnation
 
-__all__ = ["ElasticJob"]
-
 logger = get_logger(__name__)
 
 _COMPARED = (

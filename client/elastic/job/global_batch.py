@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ckptd.client.elastic import ElasticExperts, ExpertShards
 
-__all__ = ["DenseGradients", "GlobalBatches", "share_of"]
-
 _BUCKET_BYTES = 32 << 20  # of gradients that are summed in one call
 
 

@@ -23,16 +23,6 @@ from ckptd.client.options import (
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers
 
-__all__ = [
-    "DENSE",
-    "check_groups",
-    "check_options",
-    "identify_anyway",
-    "layers_of",
-    "same_total",
-    "wrong_arguments",
-]
-
 _MAX_RUN = 50  # the incarnation's number follows it, and a run's name has 64 characters at most
 DENSE = SnapshotOptions(policy="dense")
 _GROUPS = ("snapshots", "recovery", "layout")

@@ -24,8 +24,6 @@ from ckptd.core.elastic.mapping import checked_bytes
 from ckptd.errors import ElasticError
 from ckptd.transport.messages import Elastic, ElasticNode, ElasticWhen
 
-__all__ = ["IncarnationReporter", "PlacementTeller", "Placing", "reported_placement"]
-
 logger = get_logger(__name__)
 
 

@@ -46,8 +46,6 @@ from ckptd.client.elastic.layer.token_routing import (
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.errors import CorruptionError
 
-__all__ = ["ElasticExperts", "common_device"]
-
 
 class ElasticExperts(nn.Module):
     """The experts of one layer, spread over the ranks of a process group; making it is a collective call.

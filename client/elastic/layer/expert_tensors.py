@@ -32,16 +32,6 @@ from ckptd.client.elastic.layer.layer_check import LayerAgreement
 from ckptd.client.elastic.layer.token_routing import all_to_all
 from ckptd.core.elastic.incarnations import shard_length
 
-__all__ = [
-    "ExpertTensor",
-    "TensorExchange",
-    "cut",
-    "expert_tensors_of",
-    "joined",
-    "rounds",
-    "rounds_by_dtype",
-]
-
 # Of the busiest rank in one round: bounds the extra memory, two to three times this.
 _ROUND_BYTES = 64 << 20
 

@@ -34,19 +34,6 @@ from ckptd.client.model.snapshot_layout import buffer_of
 from ckptd.client.ranks.collectives import Collectives, refused
 from ckptd.core.elastic.elastic_types import integers
 
-__all__ = [
-    "DTYPES",
-    "Inputs",
-    "LayerAgreement",
-    "ParamShape",
-    "agree",
-    "check_replicas_RE",
-    "differing_replicas",
-    "digests_of",
-    "exchange_inputs",
-    "shapes_of",
-]
-
 _WHAT = "ElasticExperts cannot be made"
 
 

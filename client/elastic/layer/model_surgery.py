@@ -41,15 +41,6 @@ from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
 from ckptd.client.elastic.layer.token_routing import all_to_all
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = [
-    "FusedExpert",
-    "HandWritten",
-    "elastic_layers",
-    "full_state_dict",
-    "load_full_state_dict",
-    "replace_moe_blocks",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HandWritten:

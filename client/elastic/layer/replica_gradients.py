@@ -33,9 +33,6 @@ from ckptd.client.elastic.layer.expert_tensors import (
 )
 from ckptd.client.elastic.layer.layer_check import DTYPES, LayerAgreement
 
-__all__ = ["ReplicaGradients"]
-
-
 _Params: TypeAlias = dict[int, list[nn.Parameter]]
 
 

@@ -31,19 +31,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.core.elastic.token_dispatch import plan_dispatch
 from ckptd.cuda.dispatch import DeviceDispatcher, KernelsUnavailable
 
-__all__ = [
-    "Dispatcher",
-    "Order",
-    "Route",
-    "RowCounts",
-    "RowExchange",
-    "all_to_all",
-    "plan_route",
-    "reorder",
-    "spread",
-    "swap_rows",
-]
-
 logger = get_logger(__name__)
 
 Ints = NDArray[np.int64]
