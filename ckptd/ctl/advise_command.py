@@ -8,15 +8,13 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ckptd.config.settings import parse_bytes
 from ckptd.core.advice.advice import (
-    Advice,
-    EttrCurve,
     advise,
     arguments,
     ettr_curves,
@@ -33,14 +31,11 @@ from ckptd.core.advice.job_shape import (
     measured_shape,
     rank_shape,
 )
-from ckptd.core.advice.node_losses import NodeLosses, chance_of_loss
+from ckptd.core.advice.node_losses import NodeLosses
 from ckptd.core.advice.outlook import (
     HIDDEN,
-    LOSSY,
-    Choice,
     Conditions,
     PolicyOutlook,
-    StorageOutlook,
     dense_outlook,
     partial_outlook,
     persisting,
@@ -51,9 +46,11 @@ from ckptd.core.durable_experts import turns_of
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
 from ckptd.core.slots.slots import DRAWN_EPOCHS
 from ckptd.core.snapshot_policy import PolicyKind
+from ckptd.ctl.advice_report import LOSES, Played, advice_text, draw
 from ckptd.ctl.command import (
     EXIT_FAILED,
     EXIT_REFUSED,
+    TIME,
     CommandError,
     CommandOutcome,
     Commands,
@@ -62,7 +59,6 @@ from ckptd.ctl.command import (
     duration,
 )
 from ckptd.transport import messages as m
-from ckptd.units import format_age, format_bytes, format_table
 
 _PLAYED_S = 12 * 3600.0
 _PLAYED_FAILURES = 1000  # at most: failures that come every second would take minutes
@@ -78,19 +74,13 @@ _RESTART = (
     RecoveryPhase.ATTACH,
     RecoveryPhase.INVENTORY,
 )
-# Rows of what is not exact, by policy.
-_LOSES = dict(zip(LOSSY, ("loses updates", "loses updates, by risk"), strict=True))
 _UNITS_S = {"s": 1.0, "h": 3600.0}  # of a record of failures
 _FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9}
-# Of the time; less is within what is not known.
-_FAR = 0.01
 # Of an iteration, and of each GPU, if nobody says: what the pretraining of large models on H100s reaches.
 _TOKENS, _TFLOPS = 4_000_000, 400.0
 # Forward and backward, for each parameter that a token uses.
 _FLOPS_PER_PARAMETER = 6.0
 
-# The part of the time that counts, and the part of all experts' updates that is lost.
-_Played = tuple[float, float]
 # The options that fields of `Conditions` come from.
 _FLAGS = {
     "iteration_s": "--iteration",
@@ -110,124 +100,79 @@ def add_advise_command(commands: Commands) -> None:
     """Add `advise`."""
     text = "rate every policy for a job that is described, or runs on this node, and name the best"
     parser = commands.add("advise", _advise, text)
-    job = parser.add_argument_group(
-        "a job that runs: its state, iterations, copies and restarts are measured"
-    )
+    text = "a job that runs: its state, iterations, copies and restarts are measured"
+    job = parser.add_argument_group(text)
     add_run(job, "?", job_help="an attached job of this node's daemon, in place of --model")
-    job.add_argument(
-        "--watch", type=duration, default="5s", metavar="TIME", help="watch it so long (default: 5s)"
-    )
-    job = parser.add_argument_group("a job that is described")
+    job.add_argument("--watch", **TIME, default="5s", help="watch it so long (default: 5s)")
+    _add_description(parser.add_argument_group("a job that is described"))
+    around = parser.add_argument_group("what is around it")
+    _add_failures(around)
+    _add_copies(around)
+    text = "draw the ETTR of each policy over the MTBF (needs matplotlib)"
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
+    text = "in pixels (default: 1200x750)"
+    parser.add_argument("--picture-size", type=_pixels, default="1200x750", metavar="WxH", help=text)
+
+
+def _add_description(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--model", help=f"one of {', '.join(sorted(MODELS))}")
     job.add_argument("--gpus", type=int, help="ranks of the job")
     job.add_argument("--stages", type=int, default=1, help="of a pipeline (default: 1)")
-    job.add_argument(
-        "--expert-ranks", type=int, default=1, help="ranks that share a layer's experts (default: 1)"
-    )
-    job.add_argument(
-        "--precision", choices=sorted(PRECISIONS), default="bf16-mixed", help="default: bf16-mixed"
-    )
-    job.add_argument("--iteration", type=duration, metavar="TIME", help="of an iteration, such as 2.5s")
-    job.add_argument(
-        "--tokens", type=_count, help="of an iteration, in place of --iteration (default: 4M, and says so)"
-    )
+    text = "ranks that share a layer's experts (default: 1)"
+    job.add_argument("--expert-ranks", type=int, default=1, help=text)
+    text = "default: bf16-mixed"
+    job.add_argument("--precision", choices=sorted(PRECISIONS), default="bf16-mixed", help=text)
+    job.add_argument("--iteration", **TIME, help="of an iteration, such as 2.5s")
+    text = "of an iteration, in place of --iteration (default: 4M, and says so)"
+    job.add_argument("--tokens", type=_count, help=text)
     job.add_argument("--tflops", type=float, help="that a GPU reaches, with --tokens (default: 400)")
-    around = parser.add_argument_group("what is around it")
-    around.add_argument(
-        "--mtbf",
-        type=duration,
-        metavar="TIME",
-        help="of the whole job, such as 10m or 6h (default: as seen of a job that runs)",
+
+
+def _add_failures(around: argparse._ArgumentGroup) -> None:
+    text = "of the whole job, such as 10m or 6h (default: as seen of a job that runs)"
+    around.add_argument("--mtbf", **TIME, help=text)
+    text = "play these: a line for each with its time, or lines of time,nodes (default: at random)"
+    around.add_argument("--failures", type=Path, metavar="FILE", help=text)
+    text = "of the times of --failures: hours or seconds (default: s)"
+    around.add_argument("--failures-unit", choices=sorted(_UNITS_S), default="s", help=text)
+    text = "device to host, a second (default: as measured, or 20GB)"
+    around.add_argument("--link", type=_bytes, help=text)
+    text = "a rank to a peer, a second (default: as measured, or 5GB)"
+    around.add_argument("--network", type=_bytes, help=text)
+    text = (
+        "of failures that take a state with all of its copies in memory, so that the job goes back to "
+        "storage, such as 30d (default: none)"
+    )
+    around.add_argument("--loss-mtbf", **TIME, help=text)
+    text = "a rank to storage, and back, a second; with --loss-mtbf, --lost-nodes (default: as measured)"
+    around.add_argument("--storage", type=_bytes, help=text)
+    text = (
+        "N nodes are lost at once this often, beside other failures, such as 4:30d; may be repeated. "
+        "The number of replicas is then a part of the choice; needs --storage (default: none)"
     )
     around.add_argument(
-        "--failures",
-        type=Path,
-        metavar="FILE",
-        help="play these: a line for each with its time, or lines of time,nodes (default: at random)",
+        "--lost-nodes", type=_lost_nodes, action="append", default=[], metavar="N:TIME", help=text
     )
-    around.add_argument(
-        "--failures-unit",
-        choices=sorted(_UNITS_S),
-        default="s",
-        help="of the times of --failures: hours or seconds (default: s)",
+    text = "of the job, with --lost-nodes (default: one for 8 GPUs of a described job)"
+    around.add_argument("--nodes", type=int, help=text)
+
+
+def _add_copies(around: argparse._ArgumentGroup) -> None:
+    text = "copies on other nodes (default: 1, or as a running job has; with --lost-nodes, what is best)"
+    around.add_argument("--replicas", type=int, metavar="N", help=text)
+    text = (
+        'of the tokens of a layer\'s experts, for "selected": 0 if all have as many, towards 1 if one '
+        "has all (normalized Herfindahl-Hirschman index; default: 0)"
     )
-    around.add_argument(
-        "--link", type=_bytes, help="device to host, a second (default: as measured, or 20GB)"
-    )
-    around.add_argument(
-        "--network", type=_bytes, help="a rank to a peer, a second (default: as measured, or 5GB)"
-    )
-    around.add_argument(
-        "--loss-mtbf",
-        type=duration,
-        metavar="TIME",
-        help="of failures that take a state with all of its copies in memory, so that the job goes back to "
-        "storage, such as 30d (default: none)",
-    )
-    around.add_argument(
-        "--storage",
-        type=_bytes,
-        help="a rank to storage, and back, a second; with --loss-mtbf, --lost-nodes (default: as measured)",
-    )
-    around.add_argument(
-        "--lost-nodes",
-        type=_lost_nodes,
-        action="append",
-        default=[],
-        metavar="N:TIME",
-        help="N nodes are lost at once this often, beside other failures, such as 4:30d; may be repeated. "
-        "The number of replicas is then a part of the choice; needs --storage (default: none)",
-    )
-    around.add_argument(
-        "--nodes", type=int, help="of the job, with --lost-nodes (default: one for 8 GPUs of a described job)"
-    )
-    around.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="copies on other nodes (default: 1, or as a running job has; with --lost-nodes, what is best)",
-    )
-    around.add_argument(
-        "--skew",
-        type=float,
-        default=0.0,
-        help='of the tokens of a layer\'s experts, for "selected": 0 if all have as many, towards 1 if one '
-        "has all (normalized Herfindahl-Hirschman index; default: 0)",
-    )
-    around.add_argument(
-        "--restart",
-        type=duration,
-        metavar="TIME",
-        help="until all ranks run again (default: as measured, or 3s)",
-    )
-    around.add_argument(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help="of a pipeline with boundary logs: only the stage of a lost rank replays (default: all ranks)",
-    )
-    around.add_argument(
-        "--memory", type=_bytes, help="of the host for each rank, such as 64GiB (default: enough)"
-    )
-    around.add_argument(
-        "--drag",
-        type=float,
-        default=0.0,
-        help="seconds that training loses in each second of a copy (default: 0)",
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the ETTR of each policy over the MTBF (needs matplotlib)",
-    )
-    parser.add_argument(
-        "--picture-size",
-        type=_pixels,
-        default="1200x750",
-        metavar="WxH",
-        help="in pixels (default: 1200x750)",
-    )
+    around.add_argument("--skew", type=float, default=0.0, help=text)
+    text = "until all ranks run again (default: as measured, or 3s)"
+    around.add_argument("--restart", **TIME, help=text)
+    text = "of a pipeline with boundary logs: only the stage of a lost rank replays (default: all ranks)"
+    around.add_argument("--micro-batches", type=int, metavar="N", help=text)
+    text = "of the host for each rank, such as 64GiB (default: enough)"
+    around.add_argument("--memory", type=_bytes, help=text)
+    text = "seconds that training loses in each second of a copy (default: 0)"
+    around.add_argument("--drag", type=float, default=0.0, help=text)
 
 
 def _count(text: str) -> int:
@@ -282,12 +227,12 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
     rated = [("best", advice.best), *advice.others]
     if now is not None:
         rated.insert(0, ("now", now))
-    rated += [(_LOSES[outlook.choice.policy], outlook) for outlook in advice.lossy]
+    rated += [(LOSES[outlook.choice.policy], outlook) for outlook in advice.lossy]
     played = {name: _played(outlook, around, recorded) for name, outlook in rated}
     if args.picture is not None:
         mtbfs_s = mtbf_axis(conditions.mtbf_s)
         curves = ettr_curves(rank, conditions, mtbfs_s, memory_bytes=args.memory, losses=losses)
-        _draw(args.picture, args.picture_size, curves, mtbfs_s, mtbfs_s.index(conditions.mtbf_s))
+        draw(args.picture, args.picture_size, curves, mtbfs_s, mtbfs_s.index(conditions.mtbf_s))
     answer = {
         "iteration_s": conditions.iteration_s,
         "mtbf_s": conditions.mtbf_s,
@@ -309,7 +254,7 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
             for name, outlook in rated
         ],
     }
-    text = _text(advice, rated, rank, around, played)
+    text = advice_text(advice, rated, rank, conditions, losses, played)
     if assumed := _assumed(args):
         text = f"Assumed: {assumed}.\n\n{text}"
     return CommandOutcome(answer, text)
@@ -549,7 +494,7 @@ def _recorded(path: Path, unit_s: float) -> RecordedFailures:
         raise CommandError(f"--failures {path}: {error}") from error
 
 
-def _played(outlook: PolicyOutlook, around: _Around, recorded: RecordedFailures | None) -> _Played:
+def _played(outlook: PolicyOutlook, around: _Around, recorded: RecordedFailures | None) -> Played:
     """Of the run that was recorded, or the mean of runs of twelve hours."""
     base, conditions = around.conditions, around.with_replicas(outlook.choice.replicas)
     length_s = recorded.length_s if recorded else min(_PLAYED_S, _PLAYED_FAILURES * conditions.mtbf_s)
@@ -578,239 +523,3 @@ def failures_at_random(mtbf_s: float, length_s: float, seed: int) -> Iterator[fl
     while now_s < length_s:
         yield now_s
         now_s += rng.expovariate(1 / mtbf_s)
-
-
-# Told apart without colours: by dashes and markers.
-_STYLES: Mapping[str, tuple[Any, str, str]] = {
-    "sliding": ("-", "o", "#12355b"),
-    "aligned": ("-.", "s", "#2a7f62"),
-    "dense, Young and Daly's interval": (":", "^", "#b5541c"),
-    "dense, CheckFreq's interval": (":", "D", "#7b2cbf"),
-    "dense, Gemini's interval": (":", "v", "#444444"),
-    "partial": ("--", "x", "#c1121f"),
-    "selected": ("--", "+", "#d17b0f"),
-}
-_DPI = 100
-_TICKS_S = {
-    60: "1 min",
-    180: "3 min",
-    600: "10 min",
-    1800: "30 min",
-    3600: "1 h",
-    10800: "3 h",
-    21600: "6 h",
-    43200: "12 h",
-    86400: "1 day",
-}
-
-
-def _draw(
-    path: Path, pixels: tuple[int, int], curves: Sequence[EttrCurve], mtbfs_s: Sequence[float], at: int
-) -> None:
-    """The ETTR of each policy over the MTBF, as a PNG; ``at``: which of the MTBFs is the job's."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise CommandError(f"--picture needs matplotlib ({error}): pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (pixels[0] / _DPI, pixels[1] / _DPI)
-    figure, axes = pyplot.subplots(figsize=size, dpi=_DPI, layout="constrained")
-    for number, curve in enumerate(sorted(curves, key=lambda each: -_ettr(each.points[at]))):
-        dashes, marker, colour = _STYLES[curve.name]
-        axes.plot(
-            mtbfs_s,
-            [math.nan if each is None else each.ettr for each in curve.points],
-            linestyle=dashes,
-            marker=marker,
-            markevery=(2 * number, 12),
-            color=colour,
-            label=_label(curve, at),
-        )
-    _scale(axes, mtbfs_s)
-    axes.axvline(mtbfs_s[at], color="black", linewidth=0.8)
-    axes.legend(loc="best", title=f"with a failure every {format_age(mtbfs_s[at])} (vertical line)")
-    try:
-        figure.savefig(path, format="png", pil_kwargs={"optimize": True})
-    except OSError as error:
-        raise CommandError(f"--picture: {error}", EXIT_FAILED) from error
-    finally:
-        pyplot.close(figure)
-
-
-def _scale(axes: Any, mtbfs_s: Sequence[float]) -> None:
-    axes.set_xscale("log")
-    axes.set_xlim(mtbfs_s[0], mtbfs_s[-1])
-    ticks = [each for each in _TICKS_S if mtbfs_s[0] <= each <= mtbfs_s[-1]]
-    axes.set_xticks(ticks, [_TICKS_S[each] for each in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.set_ylim(top=1 + (1 - axes.get_ylim()[0]) / 50)
-    axes.set_xlabel("mean time between two failures of the job")
-    axes.set_ylabel("part of the time that counts (ETTR)")
-
-
-def _label(curve: EttrCurve, at: int) -> str:
-    """Such as ``0.951  dense, every 23: Young and Daly's interval``."""
-    here = curve.points[at]
-    if here is None:
-        return f"{curve.name}: nothing fits"
-    interval = f": {curve.name.removeprefix('dense, ')}" if here.choice.policy == "dense" else ""
-    return f"{here.ettr:.3f}  {here.choice}{interval}" + ("" if curve.exact else " (loses updates)")
-
-
-def _ettr(outlook: PolicyOutlook | None) -> float:
-    return 0.0 if outlook is None else outlook.ettr
-
-
-def _text(
-    advice: Advice,
-    rated: Sequence[tuple[str, PolicyOutlook]],
-    rank: RankShape,
-    around: _Around,
-    played: Mapping[str, _Played],
-) -> str:
-    best, conditions = advice.best, around.conditions
-    assert best is not None
-    stores = any(outlook.storage for _, outlook in rated)
-    header = [
-        "policy",
-        "choice",
-        "ETTR",
-        "played",
-        "stall ms",
-        "failure s",
-        "snapshot",
-        "memory",
-        "replicas",
-        "to peers /s",
-        *(["loss s", "stored every", "stored"] if stores else []),
-    ]
-    rows = [_row(name, outlook, played[name][0])[: len(header)] for name, outlook in rated]
-    failure = (
-        f"A failure costs {best.recovery_s:.3g} s: {best.lost_s:.3g} s of iterations that are lost, "
-        f"{best.restart_s:.3g} s until all ranks run, {best.load_s:.3g} s to load, "
-        f"{best.replay_s:.3g} s of replay."
-    )
-    loses = ""
-    if advice.others:
-        _, second = advice.others[0]
-        named = f"{second.choice}{_replicas(second.choice, around)}"
-        loses = f" The next best ({named}) loses {_points(best, second)}."
-    losses = ""
-    if conditions.storage_Bps:
-        losses = f", and one that takes all copies in memory every {format_age(conditions.loss_mtbf_s)}"
-    if around.losses is not None:
-        together = (f"{n} every {format_age(s)}" for n, s in around.losses.together)
-        losses += f", losses of several of {around.losses.nodes} nodes at once: {', '.join(together)}"
-    job = (
-        f"{format_bytes(rank.dense_bytes)} of state on each rank, iterations of "
-        f"{conditions.iteration_s:.3g} s, a failure every {format_age(conditions.mtbf_s)}{losses}"
-    )
-    name, now = rated[0]
-    far = ""
-    if name == "now" and best.ettr - now.ettr > _FAR:
-        far = f"The job's settings ({now.choice}) lose {100 * (best.ettr - now.ettr):.1f} points of its time."
-    lossy = [
-        f"{lost.choice}{_replicas(lost.choice, around)} is not exact: failures lose {lost.lost_share:.2%} of "
-        f"all experts' updates{_tokens(lost, conditions)}; played "
-        f"{played[_LOSES[lost.choice.policy]][1]:.2%}. To take it all the same, {_how_to_take(lost, rank)}"
-        for lost in advice.lossy
-    ]
-    parts = [
-        job,
-        format_table(header, rows),
-        failure + loses,
-        *([_loss_text(best, best.storage)] if best.storage else []),
-        *([_replicas_text(advice, best, around.losses)] if around.losses else []),
-        *([far] if far else []),
-        *(f"Left out: {each}." for each in (advice.rejected, advice.lossy_rejected) if each),
-        *lossy,
-        f"All {'others ' if lossy else 'of these '}are exact. For the best, {_how_to_take(best, rank)}",
-    ]
-    return "\n\n".join(parts)
-
-
-def _tokens(lost: PolicyOutlook, conditions: Conditions) -> str:
-    """What the tokens of a layer's experts are taken to be."""
-    if lost.choice.policy == "selected" and conditions.skew:
-        return f", with a skew of {conditions.skew:g}"
-    return ", if tokens are even"
-
-
-def _replicas(choice: Choice, around: _Around) -> str:
-    """Such as ``, 2 replicas``; "" where all choices have as many."""
-    several = around.losses is not None and len(around.losses.candidates) > 1
-    return f", {choice.replicas_text}" if several else ""
-
-
-def _points(best: PolicyOutlook, other: PolicyOutlook) -> str:
-    """What another choice loses. It may be better by less than `EQUAL_ETTR`, and not as simple."""
-    return f"{100 * max(0.0, best.ettr - other.ettr):.2f} points"
-
-
-def _replicas_text(advice: Advice, best: PolicyOutlook, losses: NodeLosses) -> str:
-    """What the best number of replicas survives, and what others lose."""
-    chances = (
-        f"{100 * chance_of_loss(losses.nodes, lost, best.choice.replicas):.2g}% if {lost} nodes are lost"
-        for lost, _ in losses.together
-    )
-    # They are sorted: the first one with a number is the best with it.
-    found = {each.choice.replicas: each for _, each in reversed((("", best), *advice.others))}
-    lose = (
-        f"; the best with {each.choice.replicas_text} ({each.choice}) loses {_points(best, each)}"
-        for number, each in sorted(found.items())
-        if number != best.choice.replicas
-    )
-    return (
-        f"With {best.choice.replicas_text}, a state loses all of its copies with a probability of "
-        f"{', '.join(chances)}{''.join(lose)}."
-    )
-
-
-def _loss_text(best: PolicyOutlook, stored: StorageOutlook) -> str:
-    return (
-        f"A failure that takes all copies in memory costs {best.loss_s:.3g} s: {stored.lost_s:.3g} s that "
-        f"are lost, {best.restart_s:.3g} s until all ranks run, {stored.load_s:.3g} s to load from storage, "
-        f"{stored.replay_s:.3g} s of replay. An upload takes {stored.upload_s:.3g} s, so durable checkpoints "
-        f"may be {stored.shortest} iterations apart."
-    )
-
-
-def _how_to_take(outlook: PolicyOutlook, rank: RankShape) -> str:
-    """What to pass to the trainer, and to set for the daemons."""
-    text = f"pass\n    {arguments(outlook, rank)}"
-    if outlook.choice.parts and not rank.num_experts:
-        share = f"{outlook.choice.parts} / {outlook.choice.window}"
-        text += f"\nwith PartialOptions(persist_experts=) of {share} of a layer's experts"
-    if outlook.choice.policy == "selected" and rank.expert_ranks > 1:
-        text += (
-            f"\nand, unless wrappers declare it, which {rank.expert_ranks} ranks hold the same experts:\n    "
-            "layout=LayoutOptions(replicated={'*.experts.*': group})"
-        )
-    if found := settings(outlook):
-        values = " ".join(f"CKPTD_{name.upper()}={value}" for name, value in found.items())
-        text += f"\nand start the daemons with\n    {values}"
-    return text
-
-
-def _row(name: str, outlook: PolicyOutlook, played: float) -> list[Any]:
-    stored = outlook.storage
-    return [
-        name,
-        str(outlook.choice) + (" (behind)" if outlook.behind else ""),
-        f"{outlook.ettr:.4f}",
-        f"{played:.4f}",
-        f"{1e3 * outlook.stall_s:.3g}",
-        f"{outlook.recovery_s:.3g}",
-        format_bytes(outlook.snapshot_bytes),
-        format_bytes(outlook.memory_bytes),
-        str(outlook.choice.replicas),
-        format_bytes(round(outlook.replication_Bps)),
-        *(
-            [f"{outlook.loss_s:.3g}", str(stored.every), format_bytes(stored.upload_bytes)]
-            if stored
-            else ["-"] * 3
-        ),
-    ]

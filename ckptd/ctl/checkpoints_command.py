@@ -15,13 +15,13 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.ctl.command import (
     EXIT_FAILED,
     EXIT_REFUSED,
+    TIME,
     CommandError,
     CommandOutcome,
     Commands,
     add_run,
     add_store_options,
     count_of,
-    duration,
     records,
 )
 from ckptd.ctl.stores.store_access import STORE_TIMEOUT_S, OpenedStore, configured_place, named_place, opened
@@ -138,16 +138,14 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--keep-for",
-        type=duration,
-        metavar="TIME",
+        **TIME,
         help="keep those younger than TIME, such as 7d or 12h (default: as configured)",
     )
     _add_grace(parser)
     parser.add_argument(
         "--settle",
-        type=duration,
+        **TIME,
         default=_SETTLE_S,
-        metavar="TIME",
         help="a checkpoint replaces older ones when it has been committed for this long (default: 10m); "
         "writers and readers may not see it earlier",
     )
@@ -156,9 +154,8 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 def _add_grace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
-        type=duration,
+        **TIME,
         default=_GRACE_S,
-        metavar="TIME",
         help="do not delete unfinished objects younger than this (default: 24h); a job may be writing them",
     )
 

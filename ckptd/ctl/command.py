@@ -278,6 +278,10 @@ def duration(text: str) -> float:
     return float(found[1]) * _UNITS_S[found[2]]
 
 
+TIME: Mapping[str, Any] = {"type": duration, "metavar": "TIME"}
+"""Of an argument that is a `duration`."""
+
+
 def add_run(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,
     nargs: str | None = None,

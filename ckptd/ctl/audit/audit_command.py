@@ -14,13 +14,13 @@ from pathlib import Path
 from ckptd.ctl.audit.audit_run import Audited, audit_step, cost_text, differences_text, run_program
 from ckptd.ctl.command import (
     EXIT_FAILED,
+    TIME,
     CommandError,
     CommandOutcome,
     Commands,
     add_verify_iterations,
     connected,
     count_from,
-    duration,
     show,
 )
 from ckptd.ctl.peers_command import choose_run
@@ -43,7 +43,7 @@ def add_audit_command(commands: Commands) -> None:
     parser.add_argument("--job", help="only this job")
     parser.add_argument("--run", help="only this run")
     add_verify_iterations(parser)
-    parser.add_argument("--every", type=duration, metavar="TIME", help="audit a step every TIME, such as 10m")
+    parser.add_argument("--every", **TIME, help="audit a step every TIME, such as 10m")
     parser.add_argument("--times", type=count_from(1), metavar="N", help="with --every: end after N audits")
     parser.add_argument(
         "--copies", default=_COPIES, metavar="FOLDER", help=f"folder for the copies (default: {_COPIES})"

@@ -18,6 +18,7 @@ from ckptd.core.advice.node_losses import NodeLosses
 from ckptd.core.advice.outlook import Conditions
 from ckptd.core.slots.slots import epoch_after
 from ckptd.ctl import advise_command
+from ckptd.ctl.advice_report import STYLES, curve_label
 from ckptd.ctl.advise_command import failures_at_random
 from ckptd.ctl.main import main
 from ckptd.transport.messages import DurableRank, SessionStatus
@@ -263,17 +264,17 @@ class TestPicture:
 
     def test_policies_that_do_not_fit_are_said(self) -> None:
         curves = ettr_curves(RANK, Conditions(1.0, 600.0, 20e9, 12e9), [600.0], memory_bytes=1)
-        assert [advise_command._label(curve, 0) for curve in curves] == [
+        assert [curve_label(curve, 0) for curve in curves] == [
             f"{curve.name}: nothing fits" for curve in curves
         ]
 
     def test_labels_name_the_choice_at_the_given_mtbf(self) -> None:
         curves = ettr_curves(RANK, Conditions(1.0, 600.0, 20e9, 12e9), [60.0, 600.0])
-        labels = [advise_command._label(curve, 1) for curve in curves]
+        labels = [curve_label(curve, 1) for curve in curves]
         assert labels[0].endswith("  sliding, W=3")
         assert labels[-1].endswith(" (loses updates)")
         assert any(re.fullmatch(r"0\.\d{3}  dense, every 15: CheckFreq's interval", each) for each in labels)
-        assert {curve.name for curve in curves} == set(advise_command._STYLES)
+        assert {curve.name for curve in curves} == set(STYLES)
         assert re.search(r"  selected, W=\d+ \(loses updates\)$", labels[-1])
 
     def test_without_matplotlib_it_says_what_to_install(
