@@ -154,7 +154,6 @@ def test_functions_and_classes_have_the_words_of_the_field() -> None:
 PARAMETERS_MAX = 8
 # Only ever shorter. Kernels: Triton has neither dataclasses nor keyword groups, each pointer is a parameter.
 MANY_PARAMETERS = {
-    "client/model/snapshot_layout.py:build_phase",
     "client/pipeline/boundary_log.py:BoundaryLog.__init__",
     "cuda/dispatch_kernels.py:match_kernel",
     "cuda/dispatch_kernels.py:quotas_kernel",

@@ -224,32 +224,41 @@ class StateTable:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedOperators:
+    """The operators in a snapshot, by their numbers.
+
+    Args:
+        anchored: with weights and optimizer state.
+        compute: with the weights in which the model computes.
+        states: with the optimizer's state alone.
+        left_out: those that another rank captures at the same levels
+            (``ckptd.client.model.replicated_params``).
+    """
+
+    anchored: Iterable[int]
+    compute: Iterable[int] = ()
+    states: Iterable[int] = ()
+    left_out: frozenset[int] = frozenset()
+
+
 def build_phase(
     binding: LiveState,
     operators: Sequence[Operator],
+    captured: CapturedOperators,
     *,
     state: StateTable,
     phase: int,
-    anchored: Iterable[int],
-    compute: Iterable[int],
     compute_dtypes: Mapping[str, torch.dtype],
     identity: Mapping[str, str],
     scalars_capacity: int,
-    left_out: frozenset[int] = frozenset(),
-    states: Iterable[int] = (),
 ) -> PhasePlan:
-    """The plan of a snapshot that anchors some operators and holds the compute weights of others.
-
-    Args:
-        states: operators of which it holds the optimizer's state alone.
-        left_out: operators that another rank captures at the same levels
-            (``ckptd.client.model.replicated_params``).
-    """
+    """The plan of a snapshot."""
     levels: dict[str, list[_RowsAtLevel]] = {}
-    anchored = frozenset(anchored)
+    anchored, compute, states = frozenset(captured.anchored), captured.compute, captured.states
     for level, indices in ((Level.ANCHOR, anchored), (Level.COMPUTE, compute), (Level.STATE, states)):
         for index in indices:
-            for m in operators[index].members if index not in left_out else ():
+            for m in operators[index].members if index not in captured.left_out else ():
                 start, stop = m.range(state.num_rows(binding, m.param))
                 levels.setdefault(m.param, []).append((start, stop, level))
     # An update by another rank, or by all ranks together, cannot be recomputed from an older anchor

@@ -25,7 +25,7 @@ from ckptd.client.model.replicated_params import EVERY_RANK, ReplicatedParams
 from ckptd.client.options import PartialOptions, RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.audit_mode import StepAudit, compute_as_recorded
-from ckptd.client.recovery.global_recovery import recover_global
+from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.client.recovery.localized_recovery import (
     LocalizedStart,
     begin_localized,
@@ -144,20 +144,7 @@ class Recovery:
             AttachRefused: the snapshots are of another model, or the daemon refuses; nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
-        subject, options = self._subject, self._options
-
-        def settled() -> tuple[int, int, bool]:
-            memory.settle_filled(_SEAL_WAIT_S)
-            wish = -1 if options.resume_at is None else options.resume_at
-            # Nothing leads from one partial snapshot to the next.
-            return 0 if _lossy(memory) else options.verify_iterations, wish, _restarted()
-
-        told = ranks.agree(settled, tuple[int, int, bool])
-        verify_iterations = min(verified for verified, _, _ in told)
-        at = _wanted_iteration([wish for _, wish, _ in told])
-        memory.chosen = -1 if at is None else at
-        if any(restarted for _, _, restarted in told):
-            at = None
+        verify_iterations, at = self._settle(memory, ranks)
         begun = self._begin_localized(memory, ranks, at, verify_iterations)
         localized = begun if isinstance(begun, LocalizedStart) else None
         if localized is not None:
@@ -171,7 +158,7 @@ class Recovery:
                 verify_iterations=verify_iterations,
                 seen=seen,
                 whole=whole,
-                apart=bool(self._alone(subject.operators)),
+                apart=bool(self._alone(self._subject.operators)),
             )
             if isinstance(recovered, str):
                 if self._audit is not None:
@@ -193,49 +180,72 @@ class Recovery:
             plan, changed = self._agree_on_snapshots(memory, ranks)
             with ranks.all_or_none():
                 alone = localized is not None and not localized.replays
-                images, older = found.images, found.images[:0]
-                if plan.lossy:
-                    # Each expert from the newest snapshot that has it; nothing is replayed.
-                    images, older = found.images[-1:], found.images[-2::-1]
-                replay = self.replay_of(
-                    images,
-                    plan,
-                    ranks,
-                    alone=alone,
-                    dense=found.dense or plan.lossy,
-                    older=older,
-                    apart=found.apart if plan.lossy else (),
-                )
-                # The first snapshot must have arrived. Replay waits for the others.
-                _ = images[0].view
+                replay = self._begin_replay(found, plan, ranks, alone=alone)
                 memory.phases.reach(RecoveryPhase.FIRST_BYTES)
             undo.pop_all()
-        verification: Verification | StepAudit
-        if self._audit is None:
-            verification = Verification(
-                memory,
-                ranks,
-                found.replayed,
-                on_mismatch=options.on_mismatch,
-                changed=changed,
-                stateful=subject.stateful,
-                device=subject.device,
-            )
-        elif found.unverified:
-            raise ValueError(f"{memory.identity}: there is no step to audit: {found.unverified}")
-        else:
-            verification = StepAudit(self._audit, subject.identity, replay.start, changed)
         return Resumption(
             replay,
             plan,
             found.images[-1].phase,
             found.reason,
-            subject.sharing,
-            verification,
+            self._subject.sharing,
+            self._verification_of(memory, ranks, found, replay.start, changed),
             "snapshots are partial" if plan.lossy else found.unverified,
             found.new_from,
             localized,
         )
+
+    def _settle(self, memory: RankMemory, ranks: Collectives) -> tuple[int, int | None]:
+        """How many iterations are verified, and the iteration to go back to; a collective call."""
+        options = self._options
+
+        def settled() -> tuple[int, int, bool]:
+            memory.settle_filled(_SEAL_WAIT_S)
+            wish = -1 if options.resume_at is None else options.resume_at
+            # Nothing leads from one partial snapshot to the next.
+            return 0 if _lossy(memory) else options.verify_iterations, wish, _restarted()
+
+        told = ranks.agree(settled, tuple[int, int, bool])
+        at = _wanted_iteration([wish for _, wish, _ in told])
+        memory.chosen = -1 if at is None else at
+        if any(restarted for _, _, restarted in told):
+            at = None
+        return min(verified for verified, _, _ in told), at
+
+    def _begin_replay(
+        self, found: Recovered, plan: SnapshotPlan, ranks: Collectives, *, alone: bool
+    ) -> Replay:
+        """Waits for the first snapshot; replay waits for the others."""
+        if not plan.lossy:
+            images = found.images
+            replay = self.replay_of(images, plan, ranks, alone=alone, dense=found.dense)
+        else:
+            # Each expert from the newest snapshot that has it; nothing is replayed.
+            images, older = found.images[-1:], found.images[-2::-1]
+            replay = self.replay_of(
+                images, plan, ranks, alone=alone, dense=True, older=older, apart=found.apart
+            )
+        _ = images[0].view
+        return replay
+
+    def _verification_of(
+        self, memory: RankMemory, ranks: Collectives, found: Recovered, start: int, changed: str
+    ) -> Verification | StepAudit:
+        """Raises ValueError if this is an audit, and no step can be audited."""
+        subject = self._subject
+        if self._audit is None:
+            return Verification(
+                memory,
+                ranks,
+                found.replayed,
+                on_mismatch=self._options.on_mismatch,
+                changed=changed,
+                stateful=subject.stateful,
+                device=subject.device,
+            )
+        if found.unverified:
+            raise ValueError(f"{memory.identity}: there is no step to audit: {found.unverified}")
+        return StepAudit(self._audit, subject.identity, start, changed)
 
     def _agree_on_snapshots(self, memory: RankMemory, ranks: Collectives) -> tuple[SnapshotPlan, str]:
         """The plan of the newest snapshots, and how this machine differs from theirs; a collective call."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptd.client.model.live_state import LiveState, local, named_modules, named
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.model.snapshot_layout import (
+    CapturedOperators,
     PhasePlan,
     StateTable,
     build_phase,
@@ -258,7 +259,8 @@ class SnapshotPlan:
             # When their owner captures them is not known here, and a suffix of this rank needs none of them.
             anchored = tuple(elsewhere.union(anchored))
             compute, state = (tuple(i for i in each if i not in elsewhere) for each in (compute, state))
-        layout = self._layout(binding, levels.phase, anchored, compute, left_out, state)
+        captured = CapturedOperators(anchored, compute, state, left_out)
+        layout = self._layout(binding, levels.phase, captured)
         found = layout, levels.begins_chain
         if experts is not None and len(phases) > 2 * self.span:  # selections rarely come again
             phases = self._phases = {}
@@ -281,7 +283,7 @@ class SnapshotPlan:
 
     def everything(self, binding: LiveState) -> PhasePlan:
         """The layout of an image that anchors all operators of this rank, for parked state."""
-        return self._layout(binding, 0, range(len(self.operators)), (), frozenset())
+        return self._layout(binding, 0, CapturedOperators(range(len(self.operators))))
 
     def state_specs(self, binding: LiveState) -> Mapping[str, tuple[StateSpec, ...]]:
         """The optimizer state that the plan captures as tensors, by parameter."""
@@ -289,29 +291,18 @@ class SnapshotPlan:
             self._state = StateTable.of(binding)
         return self._state.specs
 
-    def _layout(
-        self,
-        binding: LiveState,
-        phase: int,
-        anchored: Iterable[int],
-        compute: Iterable[int],
-        left_out: frozenset[int],
-        states: Iterable[int] = (),
-    ) -> PhasePlan:
+    def _layout(self, binding: LiveState, phase: int, captured: CapturedOperators) -> PhasePlan:
         if self._state is None:
             self._state = StateTable.of(binding)
         return build_phase(
             binding,
             self.operators,
+            captured,
             state=self._state,
             phase=phase,
-            anchored=anchored,
-            compute=compute,
             compute_dtypes=self.compute_dtypes,
             identity=self.identity,
             scalars_capacity=self.scalars_capacity,
-            left_out=left_out,
-            states=states,
         )
 
     def measure_slots(self, binding: LiveState) -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
-from ckptd.client.model.snapshot_layout import StateTable, build_phase
+from ckptd.client.model.snapshot_layout import CapturedOperators, StateTable, build_phase
 from ckptd.client.training_state import placement_lines
 from ckptd.core.snapshot_policy import OperatorKind
 
@@ -108,10 +108,9 @@ def test_every_snapshot_holds_all_of_what_another_rank_updates() -> None:
     plan = build_phase(
         binding,
         operators,
+        CapturedOperators(anchored=[]),
         state=StateTable.of(binding),
         phase=0,
-        anchored=[],
-        compute=[],
         compute_dtypes=dict.fromkeys(binding.params, torch.bfloat16),
         identity={},
         scalars_capacity=64,

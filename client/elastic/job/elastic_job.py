@@ -351,8 +351,12 @@ class ElasticJob:
             # Before the first snapshot: one that other ranks could not load is not taken.
             checkpointer._binding.kept.check_also(whole.extras.fitted)
         self.seconds["attach_s"] = time.perf_counter() - began
+        self._background = self._tasks_of(checkpointer, layers)
+        return checkpointer
+
+    def _tasks_of(self, checkpointer: Checkpointer, layers: list[ElasticExperts]) -> BackgroundTasks:
         memory = checkpointer._memory
-        self._background = BackgroundTasks(
+        return BackgroundTasks(
             self._node,
             self._settings,
             self._started,
@@ -361,7 +365,6 @@ class ElasticJob:
             when=self._settings.placement.when,
             layers=layers,
         )
-        return checkpointer
 
     def _compare_program(
         self, checkpointer: Checkpointer, recorded: Program, here: Program, *, from_script: bool

@@ -13,7 +13,13 @@ from ckptd.client.capture import gradient_recorder
 from ckptd.client.capture.gradient_recorder import GradientCopy, GradientRecorder
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
-from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, gradient_room
+from ckptd.client.model.snapshot_layout import (
+    CapturedOperators,
+    PhasePlan,
+    StateTable,
+    build_phase,
+    gradient_room,
+)
 from ckptd.core.snapshot_policy import OperatorKind
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.storage.gradient_block import UpdateRecord, read_block
@@ -43,10 +49,9 @@ class Training:
         return build_phase(
             self.binding,
             self.operators,
+            CapturedOperators(anchored or (0, 1)),
             state=StateTable.of(self.binding),
             phase=0,
-            anchored=anchored or (0, 1),
-            compute=(),
             compute_dtypes={},
             identity={"job": "j"},
             scalars_capacity=256,

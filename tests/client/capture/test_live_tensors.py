@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ckptd.client.capture.live_tensors import CopySplit, LiveSources, RestlessWeights
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
-from ckptd.client.model.snapshot_layout import StateTable, build_phase
+from ckptd.client.model.snapshot_layout import CapturedOperators, StateTable, build_phase
 from ckptd.core.snapshot_policy import OperatorKind
 
 
@@ -29,10 +29,9 @@ class Training:
         self.plan = build_phase(
             binding,
             [Operator("all", OperatorKind.DENSE, rows)],
+            CapturedOperators((0,)),
             state=StateTable.of(binding),
             phase=0,
-            anchored=(0,),
-            compute=(),
             compute_dtypes={},
             identity={"job": "j"},
             scalars_capacity=256,

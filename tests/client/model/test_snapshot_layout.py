@@ -18,6 +18,7 @@ from ckptd.client.model import snapshot_layout
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.snapshot_layout import (
+    CapturedOperators,
     EntrySource,
     PhasePlan,
     StateTable,
@@ -90,17 +91,18 @@ def binding(**options: Any) -> LiveState:
 
 
 def plan(bound: LiveState, anchored: Iterable[int], **changes: Any) -> PhasePlan:
-    anchored = set(anchored)
+    others = set(range(len(OPERATORS))).difference(anchored)
+    operators = {"compute": others} | {
+        name: changes.pop(name) for name in ("compute", "states") if name in changes
+    }
     arguments: dict[str, Any] = {
         "phase": 0,
-        "anchored": anchored,
-        "compute": set(range(len(OPERATORS))) - anchored,
         "compute_dtypes": {},
         "identity": {"job": "j", "run": "r", "rank": "0", "world_size": "1"},
         "scalars_capacity": 1024,
         "state": StateTable.of(bound),
     }
-    return build_phase(bound, OPERATORS, **(arguments | changes))
+    return build_phase(bound, OPERATORS, CapturedOperators(anchored, **operators), **(arguments | changes))
 
 
 def test_entries_that_phases_have_in_common_are_bounded_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +264,9 @@ def test_bytes_are_those_of_low_precision(configuration: str, anchor: str, compu
         found = build_phase(
             bound,
             operators,
+            CapturedOperators(anchored, everything - anchored),
             state=StateTable.of(bound),
             phase=0,
-            anchored=anchored,
-            compute=everything - anchored,
             compute_dtypes={},
             identity={"job": "j", "run": "r", "rank": "0", "world_size": "1"},
             scalars_capacity=1024,

@@ -21,7 +21,13 @@ from ckptd.client.elastic.incarnation.whole_state import same_call
 from ckptd.client.elastic.layer.expert_tensors import cut, joined
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
-from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan, StateTable, build_phase
+from ckptd.client.model.snapshot_layout import (
+    CapturedOperators,
+    EntrySource,
+    PhasePlan,
+    StateTable,
+    build_phase,
+)
 from ckptd.client.rng_state import capture_rng
 from ckptd.core.elastic.incarnation_plan import Handover, plan_handover
 from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, choose, shard_length
@@ -101,10 +107,9 @@ def sealed(folder: Path, one: Rank, world: int, iteration: int) -> None:
     plan = build_phase(
         one.binding,
         operators,
+        CapturedOperators(range(len(operators))),
         state=StateTable.of(one.binding),
         phase=0,
-        anchored=range(len(operators)),
-        compute=(),
         compute_dtypes={},
         identity={},
         scalars_capacity=1 << 16,
