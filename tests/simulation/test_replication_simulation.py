@@ -19,7 +19,7 @@ from tests.simulation.replication_world import World, WorldConfig, play
 from tests.simulation.special_worlds import LOSSES, play_fall_back, play_own_copies, play_row, play_split
 
 SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "60"))
-SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "4"))
+SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "6"))
 Play = Callable[..., World]  # of a seed, and a config
 _NO_TIP = WorldConfig(keeps_tip=False)
 # Whatever of this never occurred was not tested.
