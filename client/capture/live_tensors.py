@@ -394,8 +394,8 @@ class RestlessWeights:
         return any(unknown)
 
     def forward(self) -> None:
-        """A forward has ended. If gradients follow from weights that were written to (SAM's second pass), it does
-        not matter that this is undone before the update.
+        """A forward has ended. If gradients follow from weights that were written to (SAM's second pass), it
+        does not matter that this is undone before the update.
         """
         if torch.is_grad_enabled() and not self.found:
             self.found = any(

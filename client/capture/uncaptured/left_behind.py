@@ -260,8 +260,8 @@ class LeftBehind:
         flags = [path for each in self._attributes for path in each.set_once()]
         if flags:
             logger.warning(
-                "NOT CAPTURED: %s: a step has set this flag once, and it is unset after a failure. If what it "
-                "guards must not be done again (an initialization from the first batch), make it a buffer: "
+                "NOT CAPTURED: %s: a step has set this flag once, and it is unset after a failure. If what "
+                "it guards must not be done again (an initialization from the first batch), make it a buffer: "
                 "register_buffer(name, torch.tensor(False))",
                 first_of(flags, _SHOWN),
             )
