@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.common import MIB
 from ckptd.core.slots.segment_format import SlotHeader, encode_descriptor, write_slot_header
-from ckptd.core.slots.slots import SlotState
+from ckptd.core.slots.slots import SlotState, SnapshotKey
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence import keeper_wire as w
@@ -53,7 +53,7 @@ class Snapshots:
     """Sealed images of one rank: consecutive iterations, in slots 0, 1, and so on."""
 
     segment: Segment
-    ids: tuple[w.SnapshotId, ...]
+    ids: tuple[SnapshotKey, ...]
     views: tuple[memoryview, ...]
 
     @property
@@ -74,7 +74,7 @@ def images(folder: Path, size_mib: int, count: int = WINDOW) -> Iterator[Snapsho
         store.remove(segment)
 
 
-def _fill(segment: Segment, index: int, size: int) -> tuple[w.SnapshotId, memoryview]:
+def _fill(segment: Segment, index: int, size: int) -> tuple[SnapshotKey, memoryview]:
     entries: list[TensorEntry] = []
     left = size
     while left > 0:
@@ -104,7 +104,7 @@ def _fill(segment: Segment, index: int, size: int) -> tuple[w.SnapshotId, memory
     )
     write_slot_header(segment.buffer, segment.geometry, index, replace(header, state=SlotState.FILLING))
     write_slot_header(segment.buffer, segment.geometry, index, header)
-    return w.SnapshotId(segment.generation, iteration, 1, iteration + 1), image
+    return SnapshotKey(segment.generation, iteration, 1, iteration + 1), image
 
 
 class Keeper:

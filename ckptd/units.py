@@ -21,6 +21,11 @@ def format_age(seconds: float) -> str:
     return f"{seconds / 86400:.3g} d"
 
 
+def count_of(number: int, what: str) -> str:
+    """A number with its noun: "1 object", "2 objects"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def first_of(texts: Iterable[object], most: int, *, between: str = ", ", what: str = "more") -> str:
     """The first texts, and the number of others: "a, b and 3 more", or "a; b; and 3 more ranks"."""
     found = list(map(str, texts))

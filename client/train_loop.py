@@ -46,6 +46,7 @@ from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.progress_page import StepStage, inherited_page
+from ckptd.units import count_of
 
 logger = get_logger(__name__)
 
@@ -430,9 +431,9 @@ class LoopSide:
         stats.verified_tensors += replay.compared
         unverified = "" if found is None else found.unverified
         text = (
-            f"resumed at iteration {replay.end}: replayed {_count(stats.replayed_steps, 'iteration')} in "
+            f"resumed at iteration {replay.end}: replayed {count_of(stats.replayed_steps, 'iteration')} in "
             f"{stats.replay_s:.2f} s (freezing: {replay.freezing}), compared "
-            f"{_count(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
+            f"{count_of(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
             + (f" (of the newest snapshot not all: {unverified})" if unverified else "")
         )
         self.resumed = text
@@ -610,7 +611,3 @@ def number_of_steps(name: str, value: Any) -> int:
         if (number := operator.index(value)) >= 0:
             return number
     raise ValueError(f"steps({name}={value!r}): pass a whole number of steps, from 0 on")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -32,6 +32,7 @@ from ckptd.transport.messages import (
     SlotIndex,
     Text,
 )
+from ckptd.transport.verbs import FileRange
 from ckptd.unpacking import unpack
 
 PEER_PROTOCOL_VERSION = 3
@@ -123,15 +124,6 @@ class BeginSlot(Struct, frozen=True, tag=True):
     base: Iteration = -1
 
 
-class RegionFile(Struct, frozen=True):
-    """Where a region lies, for a peer that may be on the same host (`ckptd.transport.fabric.short_cut`)."""
-
-    path: Text
-    device: Annotated[int, Meta(ge=0)]
-    inode: Annotated[int, Meta(ge=0)]
-    offset: Count
-
-
 class SlotGranted(Struct, frozen=True, tag=True):
     """Put the image into this region, then seal.
 
@@ -143,7 +135,7 @@ class SlotGranted(Struct, frozen=True, tag=True):
     region: Ticket
     token: Token
     length: Count
-    file: RegionFile | None = None
+    file: FileRange | None = None
     recomputes: bool = False
     why_whole: Text = ""
 
@@ -188,7 +180,7 @@ class ReadOpened(Struct, frozen=True, tag=True):
     token: Token
     length: Count
     header: HeaderBytes
-    file: RegionFile | None = None
+    file: FileRange | None = None
     digest: KnownImageDigest = ""
 
 

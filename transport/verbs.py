@@ -36,7 +36,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag, StrEnum, auto
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
+
+from ckptd.transport.messages import Count, Text
 
 CHUNK_BYTES = 1 << 20
 
@@ -71,14 +75,15 @@ class Scope:
     run: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Where a buffer begins in a file; ``device`` and ``inode`` as in `os.stat`."""
+class FileRange(Struct, frozen=True):
+    """Where a buffer begins in a file; ``device`` and ``inode`` as in `os.stat`. Messages carry it as it is,
+    for a peer that may be on the same host (`ckptd.transport.fabric.short_cut`).
+    """
 
-    path: str
-    device: int
-    inode: int
-    offset: int
+    path: Text
+    device: Annotated[int, Meta(ge=0)]
+    inode: Annotated[int, Meta(ge=0)]
+    offset: Count
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from ckptd.ctl.command import (
     Commands,
     add_run,
     add_store_options,
-    count_of,
     records,
 )
 from ckptd.ctl.stores.store_access import STORE_TIMEOUT_S, OpenedStore, configured_place, named_place, opened
@@ -47,7 +46,7 @@ from ckptd.storage.checkpoints.catalog import Catalog
 from ckptd.storage.checkpoints.names import MAX_ITERATION
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.retention import RetentionPolicy
-from ckptd.units import format_age, format_bytes, format_table
+from ckptd.units import count_of, format_age, format_bytes, format_table
 
 _GRACE_S, _SETTLE_S = RetentionPolicy().grace_ns / 1e9, RetentionPolicy().settle_ns / 1e9
 _MAX_RANKS = 64

@@ -90,11 +90,6 @@ def records(rows: Sequence[Mapping[str, object]]) -> str:
     return format_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def count_of(number: int, what: str) -> str:
-    """A number with its noun: "1 object", "2 objects"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 # -- the daemon -----------------------------------------------------------------------------------
 
 

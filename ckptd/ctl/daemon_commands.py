@@ -22,7 +22,6 @@ from ckptd.ctl.command import (
     ask,
     connected,
     count_from,
-    count_of,
     endpoint_of,
     records,
     show,
@@ -35,7 +34,7 @@ from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.transport import messages as m
 from ckptd.transport.access.local_trust import user_name
 from ckptd.transport.wire import RefusedError
-from ckptd.units import format_age, format_bytes, format_table
+from ckptd.units import count_of, format_age, format_bytes, format_table
 
 _BEYOND = 1 << 61  # above any event number: returns only the newest one
 _FOLLOW_S = 0.5

@@ -21,7 +21,7 @@ from ckptd.persistence.tier import StorageTier
 from ckptd.storage.stores.store_base import public_url
 from ckptd.transport import messages as m
 from ckptd.transport.messages import Elastic, ElasticTold, RefusalCode, SeenElastic
-from ckptd.units import format_bytes
+from ckptd.units import count_of, format_bytes
 
 _EVENTS_IN_VIEW = 500
 RUNS_MAX = 16  # a placement of 64 layers on 1,024 nodes is some megabytes
@@ -235,14 +235,10 @@ class Admin:
         size = sum(segment.file_bytes for segment in segments) + replicas
         for segment in segments:
             self._housekeeper.remove(segment, "forgotten by request")
-        freed = f"freed {format_bytes(size)} in {_counted(len(segments), 'segment')}"
-        put_aside = f" and {_counted(bad, 'damaged file')}" if bad else ""
+        freed = f"freed {format_bytes(size)} in {count_of(len(segments), 'segment')}"
+        put_aside = f" and {count_of(bad, 'damaged file')}" if bad else ""
         who = ", and forgot the members of the run" if known else ""
         return m.Done(f"{freed}{put_aside}{who}")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def openers(segments: list[Segment]) -> list[int]:

@@ -17,7 +17,7 @@ from ckptd.transport.peer_messages import (
     decode_peer,
     encode_peer,
 )
-from ckptd.transport.verbs import Done, Fault, FileRange, Peer, PeerAddress, RegionKey, Transfer
+from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
 
 
 class Holder(Protocol):
@@ -53,9 +53,7 @@ class Holder(Protocol):
 
 def region_of(reply: SlotGranted | ReadOpened) -> RegionKey:
     """The region that a peer granted."""
-    at = reply.file
-    file = None if at is None else FileRange(at.path, at.device, at.inode, at.offset)
-    return RegionKey(reply.region, reply.token, reply.length, file)
+    return RegionKey(reply.region, reply.token, reply.length, reply.file)
 
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)

@@ -44,7 +44,7 @@ from ckptd.storage.image_format import ImageError
 from ckptd.storage.strong_digest import matches
 from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric.short_cut import is_being_filled
-from ckptd.transport.verbs import Access, FileRange, Region, RegionKey, Scope
+from ckptd.transport.verbs import Access, FileRange, Region, Scope
 
 _MAX_READS = 4096
 _MAX_READS_PER_PEER = 1024
@@ -76,11 +76,6 @@ def slot_file(segment: Segment, index: int) -> FileRange:
     status = os.fstat(segment.fd)
     offset = segment.geometry.slot_offset(index)
     return FileRange(str(segment.path), status.st_dev, status.st_ino, offset)
-
-
-def _file_message(key: RegionKey) -> p.RegionFile | None:
-    file = key.file
-    return None if file is None else p.RegionFile(file.path, file.device, file.inode, file.offset)
 
 
 @dataclass(slots=True)
@@ -118,7 +113,7 @@ class ReadGrants:
         raw = segment.raw_header(message.slot)
         header = unpack_slot_header(raw)
         kept = "" if header is None else segment.kept_digest(message.slot, header)
-        return p.ReadOpened(key.region, key.token, key.length, raw, _file_message(key), kept)
+        return p.ReadOpened(key.region, key.token, key.length, raw, key.file, kept)
 
     def _register(self, peer: str, message: p.OpenRead, segment: Segment, fd: int) -> Region | p.PeerRefused:
         header = None
@@ -359,7 +354,7 @@ class WriteGrants:
         number, key = next(self._host.ids), loan.region.key
         until_s = self._host.node.clock() + self._deadline_s + header.image_len / SLOWEST_BYTES_PER_S
         self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s, base)
-        return p.SlotGranted(number, key.region, key.token, key.length, _file_message(key))
+        return p.SlotGranted(number, key.region, key.token, key.length, key.file)
 
     def _register(
         self, peer: str, segment: Segment, index: int, header: SlotHeader, length: int, fd: int

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ckptd.core.slots.slots import SnapshotKey
 from ckptd.unpacking import unpack
 
 _LENGTH = struct.Struct("<I")
@@ -30,15 +31,6 @@ class RankName(Struct, frozen=True, array_like=True):
     job: str
     run: str
     rank: int
-
-
-class SnapshotId(Struct, frozen=True, array_like=True):
-    """A snapshot of a rank; see `ckptd.core.slots.slots.SnapshotKey`."""
-
-    generation: int
-    iteration: int
-    epoch: int
-    sequence: int
 
 
 class Retain(Struct, frozen=True):
@@ -81,7 +73,7 @@ class OpenRank(Struct, frozen=True, tag=True):
 class SlotPlace(Struct, frozen=True, array_like=True):
     """A snapshot, and the slot of a segment file that holds it."""
 
-    snapshot: SnapshotId
+    snapshot: SnapshotKey
     path: str
     index: int
 
@@ -98,11 +90,11 @@ class StoreSlot(Struct, frozen=True, tag=True):
 
     id: int
     rank: RankName
-    snapshot: SnapshotId
+    snapshot: SnapshotKey
     path: str
     index: int
     newer: tuple[SlotPlace, ...] = ()
-    checkpoint: tuple[tuple[SnapshotId, int], ...] = ()
+    checkpoint: tuple[tuple[SnapshotKey, int], ...] = ()
     newest: SlotPlace | None = None
     another: SlotPlace | None = None
 
@@ -115,7 +107,7 @@ class CommitRank(Struct, frozen=True, tag=True):
     world_size: int
     end: int
     stride: int
-    snapshots: list[SnapshotId]
+    snapshots: list[SnapshotKey]
     descriptor: bytes
     slot_bytes: int
     window: int

@@ -28,12 +28,12 @@ import xxhash
 import ckptd
 from ckptd.core.durable_experts import Listed
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
-from ckptd.core.slots.slots import SlotState
+from ckptd.core.slots.slots import SlotState, SnapshotKey
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.persistence.durable_plan import DurablePlan, NewestSnapshot, choice_after, read_newest
-from ckptd.persistence.keeper_wire import CommitRank, SlotPlace, SnapshotId
+from ckptd.persistence.keeper_wire import CommitRank, SlotPlace
 from ckptd.persistence.run_in_store import RunInStore, Seen
 from ckptd.storage.checkpoints.catalog import Views
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
@@ -78,7 +78,7 @@ class SlotFiles:
         self._writable: dict[str, Segment] = {}
 
     @contextmanager
-    def hold(self, path: str, index: int, snapshot: SnapshotId) -> Iterator[LockedSlot]:
+    def hold(self, path: str, index: int, snapshot: SnapshotKey) -> Iterator[LockedSlot]:
         """Lock the slot for reading; SlotLost if it is not sealed or not of this snapshot any more."""
         segment = self._open(path, self._readable, readonly=True)
         with ExitStack() as stack:
@@ -296,7 +296,7 @@ class RankStore:
 
     def plan(
         self,
-        checkpoint: Sequence[tuple[SnapshotId, int]],
+        checkpoint: Sequence[tuple[SnapshotKey, int]],
         read: Callable[[], tuple[NewestSnapshot, NewerSnapshots] | None],
     ) -> DurablePlan | None:
         """Which experts this checkpoint stores; None: all of them.
@@ -322,7 +322,7 @@ class RankStore:
 
     def _planned(
         self,
-        checkpoint: Sequence[tuple[SnapshotId, int]],
+        checkpoint: Sequence[tuple[SnapshotKey, int]],
         read: Callable[[], tuple[NewestSnapshot, NewerSnapshots] | None],
     ) -> _Planned | None:
         found = read()
@@ -355,7 +355,7 @@ class RankStore:
 
     def put(
         self,
-        snapshot: SnapshotId,
+        snapshot: SnapshotKey,
         slot: LockedSlot,
         newer: NewerSnapshots | None = None,
         plan: DurablePlan | None = None,
@@ -577,7 +577,7 @@ def _add_readable(to: NewerSnapshots, slot: LockedSlot) -> bool:
     return whole
 
 
-def _name(snapshot: SnapshotId) -> _Name:
+def _name(snapshot: SnapshotKey) -> _Name:
     return snapshot.iteration, snapshot.epoch, snapshot.sequence
 
 

@@ -256,7 +256,7 @@ class RankPersistence:
         message = w.StoreSlot(
             self._child.next_id(),
             self._name,
-            w.SnapshotId(*key),
+            key,
             str(held.segment.path),
             held.index,
             self._superseding(held, effect.newer),
@@ -285,24 +285,21 @@ class RankPersistence:
         segments = {slot.segment.path: slot.segment for slot in (held, *(slot for _, slot in found))}
         if any(policy_of(segment.descriptor) != PolicyKind.PARTIAL for segment in segments.values()):
             return ()
-        return tuple(
-            [w.SlotPlace(w.SnapshotId(*key), str(slot.segment.path), slot.index) for key, slot in found]
-        )
+        return tuple([w.SlotPlace(key, str(slot.segment.path), slot.index) for key, slot in found])
 
     def _checkpoint_of(
         self, held: HeldSnapshot, effect: Store
-    ) -> tuple[tuple[tuple[w.SnapshotId, int], ...], w.SlotPlace | None, w.SlotPlace | None]:
+    ) -> tuple[tuple[tuple[SnapshotKey, int], ...], w.SlotPlace | None, w.SlotPlace | None]:
         """Of partial snapshots, all of the checkpoint, and where the newest one and another one are."""
         if policy_of(held.segment.descriptor) != PolicyKind.PARTIAL or not effect.checkpoint:
             return (), None, None
-        checkpoint = tuple([(w.SnapshotId(*key), phase) for key, phase in effect.checkpoint])
         *older, newest = [self._place_of(key) for key, _ in effect.checkpoint]
-        return checkpoint, newest, next((place for place in older if place is not None), None)
+        return effect.checkpoint, newest, next((place for place in older if place is not None), None)
 
     def _place_of(self, key: SnapshotKey) -> w.SlotPlace | None:
         """Where a snapshot is, if its slot is held."""
         held = self._holds.get(key)
-        return None if held is None else w.SlotPlace(w.SnapshotId(*key), str(held.segment.path), held.index)
+        return None if held is None else w.SlotPlace(key, str(held.segment.path), held.index)
 
     def _ask_to_commit(self, effect: Commit) -> None:
         last, epoch = effect.keys[-1], self._epoch
@@ -316,7 +313,7 @@ class RankPersistence:
             self._world_size,
             effect.end,
             effect.stride,
-            [w.SnapshotId(*key) for key in effect.keys],
+            list(effect.keys),
             segment.raw_descriptor(),
             segment.geometry.slot_bytes,
             segment.descriptor.window,

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.slots.segment_format import unpack_slot_header
+from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper_wire as w
 from ckptd.storage.checkpoints.names import ManifestName, ObjectName, parse
@@ -48,7 +49,7 @@ class Node:
         self.desk = Desk(self.url, settle_s=0.0, wall_ns=clock(self.off_s))
         assert isinstance(self.desk.open(self.rank), w.RunOpened)
 
-    def put(self, iteration: int) -> w.SnapshotId:
+    def put(self, iteration: int) -> SnapshotKey:
         snapshot = fill(self.segment, iteration % 6, iteration)
         assert isinstance(self.desk.put(self.segment, iteration % 6, snapshot), w.StoredSlot)
         return snapshot

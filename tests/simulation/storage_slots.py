@@ -13,7 +13,6 @@ from typing import Protocol
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, encode_descriptor
 from ckptd.core.slots.slots import SlotRecord, SlotState, SnapshotKey, key_of
-from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.rank_store import LockedSlot, SlotLost
 from ckptd.storage.reduced_image import NewerSnapshots
 from tests.storage.samples import Sample
@@ -85,13 +84,13 @@ class PlayedFiles:
         self._machine = machine
 
     @contextmanager
-    def hold(self, path: str, index: int, snapshot: w.SnapshotId) -> Iterator[LockedSlot]:
+    def hold(self, path: str, index: int, snapshot: SnapshotKey) -> Iterator[LockedSlot]:
         segment = next((s for s in self._machine.segments if str(s.path) == path), None)
         if segment is None:
             raise SlotLost(f"{path} is gone")
         slot = segment.slots[index]
         record = slot.record
-        if not record.sealed or w.SnapshotId(*key_of(record)) != snapshot:
+        if not record.sealed or key_of(record) != snapshot:
             raise SlotLost(f"slot {index} of {path} holds iteration {record.iteration}")
         sample = self._machine.sample(segment.rank, record)
         header = SlotHeader(

@@ -25,10 +25,10 @@ from ckptd.config.daemon_config import endpoint_for
 from ckptd.config.runtime_dir import AUDIT_VARIABLE, AUDITED_RUN_VARIABLE, audit_runtime_dir
 from ckptd.core.export_plan import named_ranks
 from ckptd.ctl.audit.step_copies import CopiedStep, copy_step
-from ckptd.ctl.command import EXIT_FAILED, CommandError, count_of
+from ckptd.ctl.command import EXIT_FAILED, CommandError
 from ckptd.launch import answers
 from ckptd.transport.messages import AuditDifference, AuditReport
-from ckptd.units import format_bytes
+from ckptd.units import count_of, format_bytes
 from ckptd.unpacking import unpack
 
 _PREFIX = "ckptd-audit-"

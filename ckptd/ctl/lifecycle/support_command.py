@@ -29,7 +29,7 @@ import msgspec
 import ckptd
 from ckptd.config.daemon_config import ConfigError, LoadedConfig, render_toml
 from ckptd.config.settings import DaemonConfig
-from ckptd.ctl.command import EXIT_USAGE, CommandError, CommandOutcome, Commands, ask, count_of, settings_of
+from ckptd.ctl.command import EXIT_USAGE, CommandError, CommandOutcome, Commands, ask, settings_of
 from ckptd.ctl.doctor import run_doctor
 from ckptd.ctl.lifecycle.process_commands import log_lines
 from ckptd.errors import DaemonUnavailable
@@ -38,7 +38,7 @@ from ckptd.printable import HIDDEN, for_json, for_terminal, hide_options
 from ckptd.storage.stores.store_base import public_url
 from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
-from ckptd.units import format_bytes
+from ckptd.units import count_of, format_bytes
 
 _ANSWER_S = 5.0  # for each of the daemon's answers
 _LOG_LINES = 2000

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
-from ckptd.core.slots.slots import SlotState
+from ckptd.core.slots.slots import SlotState, SnapshotKey
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.persistence.keeper_wire import SnapshotId
 from ckptd.storage.image import ImageLayout, seal
 from ckptd.storage.image_format import TensorEntry
 from tests.ckptd import running
@@ -52,7 +51,7 @@ def fill(
     seed: int | None = None,
     partial: bool = False,
     scalars: bytes = b"",
-) -> SnapshotId:
+) -> SnapshotKey:
     """Seal a snapshot in a slot: a tensor that never changes, and one that is new each time (or of
     this seed).
 
@@ -101,7 +100,7 @@ def fill(
         epoch=epoch,
     )
     put_header(segment.buffer, segment.geometry, index, header)
-    return SnapshotId(segment.generation, iteration, epoch, iteration + 1)
+    return SnapshotKey(segment.generation, iteration, epoch, iteration + 1)
 
 
 def three_snapshots(store: SegmentStore) -> Iterator[Segment]:

@@ -14,6 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from ckptd.core.slots.segment_format import encode_descriptor, slot_lock_byte, unpack_slot_header
+from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper, rank_store
@@ -96,12 +97,12 @@ class Desk:
     def open(self, rank: int = 0, *, epoch: int = 1, start: int = -1) -> Any:
         return self.ask(w.OpenRank, w.RankName("job", "run", rank), epoch, start)
 
-    def put(self, segment: Segment, index: int, snapshot: w.SnapshotId, *newer: w.SnapshotId) -> Any:
+    def put(self, segment: Segment, index: int, snapshot: SnapshotKey, *newer: SnapshotKey) -> Any:
         name, path = w.RankName("job", "run", segment.descriptor.rank), str(segment.path)
         places = tuple(w.SlotPlace(each, path, each.iteration % 6) for each in newer)
         return self.ask(w.StoreSlot, name, snapshot, path, index, places)
 
-    def commit(self, segment: Segment, *snapshots: w.SnapshotId) -> Any:
+    def commit(self, segment: Segment, *snapshots: SnapshotKey) -> Any:
         told = segment.descriptor
         return self.ask(
             w.CommitRank,
@@ -146,7 +147,7 @@ def segment(tmp_path: Path) -> Iterator[Segment]:
     made.close()
 
 
-def checkpoint(desk: Desk, segment: Segment, end: int, **content: Any) -> list[w.SnapshotId]:
+def checkpoint(desk: Desk, segment: Segment, end: int, **content: Any) -> list[SnapshotKey]:
     """The suffix that ends there, stored and committed by one rank."""
     snapshots = [fill(segment, i % 6, i, **content) for i in (end - 1, end)]
     for snapshot in snapshots:
@@ -255,7 +256,7 @@ def test_replicas_of_the_same_state_on_one_node_are_uploaded_once(desk: Desk, tm
             uploaded.append(desk.put(segment, iteration, snapshot).uploaded_bytes)
     assert uploaded[1] < 20_000
     assert uploaded[3] < 20_000
-    ids = [w.SnapshotId(0, i, 1, i + 1) for i in (3, 4)]
+    ids = [SnapshotKey(0, i, 1, i + 1) for i in (3, 4)]
     desk.commit(ranks[0], *ids)
     assert desk.find(0, 1) == []  # one of two ranks is not a checkpoint
     desk.commit(ranks[1], *ids)
@@ -385,7 +386,7 @@ def test_what_relied_on_a_manifest_that_may_be_deleted_is_stored_anew(
         assert desk.put(segment, snapshot.iteration, snapshot).uploaded_bytes < FRESH_BYTES + 20_000
     other = Desk(f"file://{folder}")
     other.open()
-    pair = [w.SnapshotId(0, 2, 1, 3), snapshots[0]]
+    pair = [SnapshotKey(0, 2, 1, 3), snapshots[0]]
     for snapshot in pair:
         other.put(segment, snapshot.iteration, snapshot)
     assert isinstance(other.commit(segment, *pair), w.Answer)

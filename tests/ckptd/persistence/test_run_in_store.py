@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.slots.segment_format import encode_descriptor
+from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper, run_in_store
 from ckptd.persistence import keeper_wire as w
@@ -73,7 +74,7 @@ def segments(tmp_path: Path) -> Iterator[list[Segment]]:
         segment.close()
 
 
-def put(desk: Desk, segment: Segment, end: int) -> list[w.SnapshotId]:
+def put(desk: Desk, segment: Segment, end: int) -> list[SnapshotKey]:
     """The suffix of one rank that ends there."""
     snapshots = [fill(segment, i % 6, i) for i in (end - 1, end)]
     for snapshot in snapshots:
@@ -133,7 +134,7 @@ def test_a_rank_that_is_late_is_not_refused_by_a_listing_older_than_what_it_reli
     assert [found.end for found in desk.find(7)] == [4, 2]
 
 
-def commit_message(segment: Segment, snapshots: list[w.SnapshotId]) -> w.CommitRank:
+def commit_message(segment: Segment, snapshots: list[SnapshotKey]) -> w.CommitRank:
     told = segment.descriptor
     return w.CommitRank(
         id=0,
