@@ -38,6 +38,7 @@ from ckptd.unpacking import unpack
 MOST_LOST = 8
 """Experts whose lost updates are told if nobody asks for all."""
 
+_KEPT_PART = 8  # of an image's size, in bits: what is kept of its anchors
 _MAX_OPERATORS = 1 << 20  # as in a descriptor
 _WITH_IMAGE = (SlotState.FILLED, SlotState.SEALED, SlotState.QUARANTINED)
 
@@ -312,6 +313,9 @@ def _packed_anchors(segment: Segment, index: int, header: SlotHeader) -> bytes:
 def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
     if header.state not in _WITH_IMAGE:
         return 0
+    known = segment.anchors.get(index)
+    if known is not None and known[0] == header:
+        return known[1]
     try:
         anchors = ImageView(segment.image(index, header)).anchors
     except ImageError:
@@ -320,7 +324,11 @@ def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
     if now is None or now.sequence != header.sequence or now.state not in _WITH_IMAGE:
         return 0  # filled again meanwhile: what was read may be of another snapshot
     # A peer may send an intact image with more operators than its segment; it is useless here.
-    return 0 if anchors >> segment.descriptor.num_operators else anchors
+    anchors = 0 if anchors >> segment.descriptor.num_operators else anchors
+    # Of a peer's tiny images with many operators they would take as much memory as the images.
+    if header.state is SlotState.SEALED and anchors.bit_length() < header.image_len // _KEPT_PART:
+        segment.anchors[index] = header, anchors
+    return anchors
 
 
 def _name_of(item: msgspec.Raw, number: int) -> str:

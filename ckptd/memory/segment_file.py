@@ -86,6 +86,9 @@ class Segment:
     detached_at_s: float | None = None  # monotonic; None while a trainer owns it
     damaged: set[int] = field(default_factory=set)  # slots whose bad header was reported
     replicated_sets: ReplicatedSets = field(default_factory=dict)
+    anchors: dict[int, tuple[SlotHeader, int]] = field(
+        default_factory=dict
+    )  # of sealed slots, once they are read
 
     @property
     def key(self) -> RankKey:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ from ckptd.config.runtime_dir import (
     private_folder,
 )
 from ckptd.config.settings import DaemonConfig
+from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import RECORD_ENDS
 from ckptd.errors import DaemonUnavailable
 from ckptd.event_log import EventLog
@@ -176,6 +178,7 @@ class Daemon(SlotListener, FolderListener):
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._trainers = TrainerSocket(node, group, self._service.handle)
         self._pages = self._serve_pages(node) if config.metrics or config.dash else None
+        self._fresh: dict[RankKey, Segment] = {}
         self._runtime_trouble = ""
         self._stop_reason = ""
         self._interrupted = False
@@ -258,10 +261,20 @@ class Daemon(SlotListener, FolderListener):
     # -- from the housekeeper --------------------------------------------------------------------
 
     def snapshot_sealed(self, segment: Segment) -> None:
-        """Send it to peers and to storage."""
-        self._peering.runs.sealed(segment)
-        if self._tier is not None:
-            self._tier.changed(segment.key)
+        """Send it to peers and to storage, soon.
+
+        Each look reads all slots of the rank, and after a pause many are sealed at once.
+        """
+        if not self._fresh:
+            self._post(self._tell_sealed)
+        self._fresh[segment.key] = segment
+
+    def _tell_sealed(self) -> None:
+        fresh, self._fresh = self._fresh, {}
+        for key, segment in fresh.items():
+            self._guarded(partial(self._peering.runs.sealed, segment))
+            if self._tier is not None:
+                self._guarded(partial(self._tier.changed, key))
 
     def digested(self, segment: Segment, outcome: SealOutcome) -> None:
         """Compare it with the snapshots of the ranks that should hold the same values."""

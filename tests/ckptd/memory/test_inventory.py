@@ -11,8 +11,10 @@ import msgspec
 import pytest
 
 from ckptd.ctl.daemon_commands import snapshots_text
-from ckptd.memory.inventory import MOST_LOST, held_segment, operator_names, rank_snapshots
+from ckptd.memory import inventory
+from ckptd.memory.inventory import MOST_LOST, held_segment, operator_names, rank_snapshots, records_of
 from ckptd.memory.segment_file import Segment
+from ckptd.storage.image import ImageView
 from ckptd.transport.messages import Snapshots
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 
@@ -105,3 +107,26 @@ def test_exact_snapshots_are_not_looked_into(tmp_path: Path) -> None:
         assert told_of(segment)[:2] == (0.0, {})
     finally:
         segment.close()
+
+
+def test_the_image_of_a_sealed_slot_is_read_once_for_what_it_anchors(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was parsed for every slot, at every look: most of a daemon's time with a large ring."""
+    fill(segment, 1, 1)
+    fill(segment, 2, 2)
+    read: list[int] = []
+
+    def noted(image: memoryview) -> Any:
+        read.append(len(image))
+        return ImageView(image)
+
+    monkeypatch.setattr(inventory, "ImageView", noted)
+    before = records_of([segment])
+    assert (len(read), records_of([segment])) == (2, before)
+    assert len(read) == 2
+    fill(segment, 1, 7)
+    after = {record.iteration: record.anchors for record in records_of([segment]) if record.sealed}
+    assert len(read) == 3
+    assert set(after) == {2, 7}
+    assert all(after.values())

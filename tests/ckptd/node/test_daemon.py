@@ -14,8 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -23,7 +26,7 @@ import zmq
 from ckptd.core.slots.slots import SlotState
 from ckptd.memory.locks import is_locked, try_lock
 from ckptd.memory.segment_file import open_segment
-from ckptd.node.daemon import Notifier
+from ckptd.node.daemon import Daemon, Notifier
 from ckptd.node.node_limits import check_quota, default_digest_threads
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, encode
@@ -341,6 +344,35 @@ def test_memory_is_given_back_although_the_segment_filesystem_is_full(final: boo
             assert freed == "freed 6 MiB in 1 segment, and forgot the members of the run"
         assert list((folder / "s").glob("*.seg")) == []
         assert "internal" not in kinds(client)
+
+
+def test_peers_and_storage_hear_once_of_many_slots_that_are_sealed_together() -> None:
+    """Each look reads the whole ring: with a thousand slots that waited for their digests nothing else was
+    answered for minutes.
+    """
+    posted: list[Callable[[], None]] = []
+    heard: list[object] = []
+    runs, tier = SimpleNamespace(sealed=heard.append), SimpleNamespace(changed=heard.append)
+    daemon: Any = SimpleNamespace(
+        _fresh={},
+        _post=posted.append,
+        _guarded=lambda work: work(),
+        _peering=SimpleNamespace(runs=runs),
+        _tier=tier,
+    )
+    daemon._tell_sealed = partial(Daemon._tell_sealed, daemon)
+    first: Any = SimpleNamespace(key="rank 0")
+    second: Any = SimpleNamespace(key="rank 1")
+    for segment in [first] * 1000 + [second] * 1000:
+        Daemon.snapshot_sealed(daemon, segment)
+    for _ in range(2):
+        (work,) = posted
+        posted.clear()
+        work()
+        assert heard == [first, "rank 0", second, "rank 1"]
+        heard.clear()
+        for segment in (first, second):
+            Daemon.snapshot_sealed(daemon, segment)
 
 
 def test_a_descriptor_that_contradicts_the_session_is_refused(shared: DaemonProcess) -> None:
