@@ -336,12 +336,13 @@ class Neighbours:
         elif neighbour.lost or neighbour.failed or not neighbour.boot_id:
             self._move(node, neighbour, rival, welcome)
         else:  # it stays where it is known to be, if it answers there: then which boot is newer is not known
+            same = welcome.boot_id == neighbour.boot_id  # one daemon with two addresses: nothing is urgent
             neighbour.link.ask(
                 self._hello,
                 p.PeerWelcome,
                 partial(self._heard, node, neighbour, neighbour.link),
                 lambda code, reason: self._move(node, neighbour, rival, welcome),
-                timeout_s=_SIGN_OF_LIFE_S,
+                timeout_s=self._deadline_s if same else _SIGN_OF_LIFE_S,
             )
 
     def _move(self, node: str, neighbour: _Neighbour, rival: _Rival, welcome: p.PeerWelcome) -> None:
