@@ -49,7 +49,7 @@ def test_one_that_cannot_go_on_takes_all_along_and_is_named() -> None:
     first, second, third = agreed(TryAgain(), full, 1)
     assert second is full
     assert isinstance(first, DaemonUnavailable)
-    assert str(first) == ("recover: rank 1 on node n1: attach refused (quota): it does not fit. give it more")
+    assert str(first) == ("recover: rank 1 on node n1: attach refused (quota): it does not fit. Give it more")
     assert str(third) == str(first)
 
 
