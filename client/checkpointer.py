@@ -697,7 +697,8 @@ class Checkpointer:
         counted = [] if is_compiled(model) else self._operators
         counter = TokenCounter(model, counted, Ordering(options.ordering), options.capacities)
         self._cleanup.callback(counter.close)
-        self._buckets = Buckets(model)
+        kept = [getattr(item, "value", item) for item in self._subject.stateful.values()]
+        self._buckets = Buckets(model, kept)
         return PrecisionProbe(self._binding.params), counter
 
     def _protect(self, memory: RankMemory, precision: PrecisionProbe, counter: TokenCounter) -> None:

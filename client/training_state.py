@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckptd.client import values
+from ckptd.client.capture.ddp_buckets import hook_states
 from ckptd.client.capture.object_attributes import ATTRIBUTES, ObjectAttributes, of_modules
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.capture.whole_objects import WholeObject, why_not_whole
@@ -87,6 +88,8 @@ def examine(
     layout, run = options.layout, options.run
     _check_model(model)
     stateful = check_state(state, whole=True)
+    hooks = _states_of_hooks(model, state or {})
+    stateful |= hooks
     whole = [item for item in stateful.values() if isinstance(item, WholeObject)]
     if ledger is not None:
         stateful[BATCHES] = ledger
@@ -105,7 +108,13 @@ def examine(
     if layout.attributes:
         stateful[FLAGS] = ModuleFlags(binding)
     for item in whole:
-        item.know(binding, [*stateful.values(), *(other.value for other in whole)])
+        try:
+            item.know(binding, [*stateful.values(), *(other.value for other in whole)])
+        except values.UnsupportedValue:
+            if item not in hooks.values():
+                raise
+            # Nobody has asked for it; `Buckets` says that it is not captured.
+            stateful = {name: other for name, other in stateful.items() if other is not item}
     if options.snapshots.of_experts is not None and options.recovery.park:
         raise ValueError(
             f"park=True and policy={options.snapshots.policy!r}: ranks that are parked go on only where the "
@@ -142,6 +151,16 @@ def examine(
     if identity.world_size > 1 and _has_process_group() and dist.get_world_size() > 1:
         sharing = ReplicatedParams(find_replicas(binding, layout.replicated, identity.rank))
     return TrainingState(binding, stateful, identity, freezing, operators, sharing)
+
+
+def _states_of_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Stateful]:
+    """What communication hooks of DDP keep, unless it was passed."""
+    passed = set(map(id, state.values()))
+    return {
+        name: kept if hasattr(kept, "state_dict") else WholeObject(name, kept)
+        for name, kept in hook_states(model).items()
+        if id(kept) not in passed and (hasattr(kept, "state_dict") or not why_not_whole(name, kept))
+    }
 
 
 def _check_model(model: Any) -> None:

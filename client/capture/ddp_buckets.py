@@ -48,6 +48,8 @@ _OF_WRAPPER = (
     "_comm_hooks",
     "bucket_bytes_cap",
 )
+# The beginning of the names of what communication hooks keep, among the objects of `state=`.
+OF_A_HOOK = "ckptd.hook/"
 _OF_MODULE = ("_compute_bucket_assignment_by_size", "_register_comm_hook")
 
 
@@ -89,18 +91,14 @@ class _Plan(msgspec.Struct, frozen=True):
 class Buckets:
     """The buckets of every DDP wrapper around the model or within it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._wrappers = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, DistributedDataParallel)
-        }
+    def __init__(self, model: nn.Module, captured: Collection[object] = ()) -> None:
+        self._wrappers = _wrappers_of(model)
         self._known: dict[str, Layout] = {}
         # Wrappers that will not be rebuilt any more.
         self._settled: set[str] = set()
         # Wrappers that are not in the snapshot.
         self._unrecorded: set[str] = set()
-        _warn_of_hooks(self._wrappers)
+        _warn_of_hooks(self._wrappers, set(map(id, captured)))
 
     def layouts(self) -> dict[str, Layout]:
         """The layouts known by now, by the wrapper's path.
@@ -375,11 +373,28 @@ def _settle_reducer(wrapper: Any, before: tuple[Any, Any], *, keep: bool) -> Non
         wrapper.reducer, wrapper.logger = before
 
 
-def _warn_of_hooks(wrappers: Mapping[str, Any]) -> None:
-    """A communication hook may keep state (error feedback) that we cannot find."""
+def hook_states(model: nn.Module) -> dict[str, Any]:
+    """What communication hooks of DDP keep, by a name: PowerSGD's error feedback, for example."""
+    return {
+        f"{OF_A_HOOK}{path}{number or ''}": state
+        for path, wrapper in _wrappers_of(model).items()
+        for number, (_, state) in enumerate(wrapper._comm_hooks)
+        if state is not None and not isinstance(state, dist.ProcessGroup)
+    }
+
+
+def _wrappers_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)
+    }
+
+
+def _warn_of_hooks(wrappers: Mapping[str, Any], captured: Collection[int]) -> None:
+    """A communication hook may keep state that no snapshot can hold."""
     for wrapper in wrappers.values():
         for hook, state in wrapper._comm_hooks:
-            if state is not None and not isinstance(state, dist.ProcessGroup):
+            known = state is None or isinstance(state, dist.ProcessGroup) or id(state) in captured
+            if not known:
                 logger.warning(
                     "the communication hook %s keeps a %s: a resumed run is exact only if that is in state=",
                     getattr(hook, "__qualname__", hook),

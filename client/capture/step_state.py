@@ -23,7 +23,7 @@ from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
-from ckptd.client.model.waiting_gradients import WaitingGradients
+from ckptd.client.model.waiting_gradients import UnreducedGradients, WaitingGradients
 from ckptd.client.optimizers.value_trees import part_of, plain
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.expert_losses import RECORDED, ExpertLosses
@@ -87,6 +87,7 @@ class StepScalars:
         self._holders = [item for item in stateful.values() if isinstance(item, HoldsGradients)]
         found = (item for item in stateful.values() if isinstance(item, WaitingGradients))
         self.waiting: WaitingGradients | None = next(found, None)
+        self._unreduced = UnreducedGradients(binding.model)
         self._buckets = buckets
         self._stages: list[Any] = []
         self._stage_shapes: Mapping[int, StageShapes] = {}
@@ -102,8 +103,8 @@ class StepScalars:
 
     @property
     def gradients_wait(self) -> bool:
-        """True if an object of ``state=`` holds gradients that its optimizer has not used yet."""
-        return any(holder.gradients_wait for holder in self._holders)
+        """True if an object of ``state=``, or FSDP2, holds gradients that the optimizer has not used yet."""
+        return any(holder.gradients_wait for holder in self._holders) or self._unreduced.there_are
 
     def go_by(self, program: Program) -> None:
         """From now on the run follows this program."""

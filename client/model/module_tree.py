@@ -1,8 +1,8 @@
 """Modules and parameters that a step makes, replaces or renames: no process that starts again has them.
 
 Pruning and parametrizations move a parameter to another name and put a hook in its place, a new head takes
-the place of the first one, a layer is added. A replay then differs, long after. torch calls hooks for
-whatever is registered with a module, so this costs nothing until a step does that.
+the place of the first one, a layer is added. A replay then differs, long after. torch calls hooks for what is
+registered with a module, so this costs nothing until a step does that.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
@@ -127,3 +128,32 @@ class WaitingGradients:
                 yield f"param/{name}", param.grad, optimizer
             if held is not param and held.grad is not None:
                 yield f"master/{name}", held.grad, optimizer
+
+
+class UnreducedGradients:
+    """Gradients of FSDP2 that were not reduced (``set_requires_gradient_sync(False)``): they are whole, on each
+    rank by itself, and no parameter of the optimizer has them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        self._groups = [group for module in sharded for group in _groups_of(module._get_fsdp_state())]
+        self._params = [param for group in self._groups for param in getattr(group, "fsdp_params", ())]
+
+    @property
+    def there_are(self) -> bool:
+        """True in the middle of an accumulation."""
+        return any(map(_unreduced, self._params)) or any(
+            getattr(group, "_partial_reduce_output", None) is not None for group in self._groups
+        )
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.11 has one
+    return [g for g in ([state._fsdp_param_group] if groups is None else groups) if g is not None]
+
+
+def _unreduced(param: Any) -> bool:
+    if getattr(param, "unsharded_accumulated_grad", None) is not None:
+        return True
+    return getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None

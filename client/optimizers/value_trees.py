@@ -88,10 +88,11 @@ _IGNORED_MODULES = (
     "contextlib",
     "triton",
 )
-# But these count steps.
+# But these count steps, or keep what gradients have left.
 _OF_THE_RUN = (
     "accelerate.local_sgd",
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.distributed.algorithms.model_averaging",
     "torch.distributed.optim.post_localSGD_optimizer",
 )

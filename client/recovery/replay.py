@@ -42,6 +42,7 @@ from ckptd.client.capture.comparison import (
     same_bits,
     scalar_differences,
 )
+from ckptd.client.capture.ddp_buckets import OF_A_HOOK
 from ckptd.client.capture.object_attributes import ObjectAttributes
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
@@ -258,6 +259,7 @@ class Replay(ReplayProgress):
         for name, item in self._stateful.items():
             # Absent in older snapshots.
             newer = name in (BATCHES, BUFFERS, FLAGS, GRADIENTS) or isinstance(item, ObjectAttributes)
+            newer |= name.startswith(OF_A_HOOK)
             if name in scalars["state"] or not newer:
                 item.load_state_dict(values.unpack(scalars["state"][name]))
         # A scheduler's load may touch the groups; the recorded options are the truth.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptd.client.capture.ddp_buckets import Buckets, Layout
+from ckptd.client.capture.ddp_buckets import Buckets, Layout, hook_states
 from ckptd.client.ranks.collectives import Collectives
 from tests.client.gloo_ranks import run_in_ranks
 
@@ -117,11 +117,14 @@ def test_a_rank_that_knows_no_layout_leaves_all_as_they_are() -> None:
 
 
 def test_a_hook_with_state_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Error feedback and the like are in no snapshot unless they are in ``state=``."""
+    """If it is in no snapshot, because none can hold it."""
     wrapper = make()
-
-    wrapper.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    state = powerSGD_hook.PowerSGDState(None)
+    wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    assert hook_states(wrapper) == {"ckptd.hook/": state}
     with caplog.at_level(logging.WARNING):
+        Buckets(wrapper, [state])
+        assert caplog.text == ""
         Buckets(wrapper)
     assert "powerSGD_hook keeps a PowerSGDState" in caplog.text
 

@@ -173,6 +173,22 @@ def local_sgd() -> Any:
     return made
 
 
+def test_error_feedback_comes_back() -> None:
+    """PowerSGD's was named, and not captured: the replay after a failure differed."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    binding = LiveState(nn.Linear(2, 2), [], None)
+    first, second = (WholeObject("hook", PowerSGDState(None)) for _ in range(2))
+    for each in (first, second):
+        each.know(binding, ())
+    first.value.error_dict[0], first.value.iter = torch.ones(3), 7
+    first.value.rng.randint(9)
+    second.load_state_dict(values.unpack(values.pack(first.state_dict())))
+    assert second.value.iter == 7
+    assert torch.equal(second.value.error_dict[0], torch.ones(3))
+    assert second.value.rng.randint(1000) == first.value.rng.randint(1000)
+
+
 @pytest.mark.parametrize(
     ("make", "counts"), [(averager, "step"), (hook_state, "iter"), (local_sgd, "num_steps")]
 )

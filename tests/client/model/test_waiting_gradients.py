@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from ckptd.client import values
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.waiting_gradients import WaitingGradients
+from ckptd.client.model.waiting_gradients import UnreducedGradients, WaitingGradients
 
 
 class Adversaries:
@@ -98,3 +101,20 @@ def test_zeros_in_the_place_of_used_ones_do_not_wait() -> None:
     job.waiting.begin_as({})
     job.step(1)
     assert job.top() == {}
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_fsdp_has_not_reduced() -> None:
+    """A micro-batch for each step of the loop: a snapshot between two of them lacked the first one's gradients,
+    and its replay differed.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    waiting = UnreducedGradients(model)
+    for last in (False, True):
+        assert not waiting.there_are or last
+        model.set_requires_gradient_sync(last)
+        model(torch.ones(2, 4)).sum().backward()
+        assert waiting.there_are is not last
