@@ -157,7 +157,11 @@ class ObjectAttributes:
     ) -> None:
         kinds = set(map(type, owners.values()))
         libraries = {kind for kind in kinds if all(map(_of_library, kind.__mro__))}
-        self._owners = {name: owner for name, owner in owners.items() if type(owner) not in libraries}
+        self._owners = {
+            name: owner
+            for name, owner in owners.items()
+            if type(owner) not in libraries or (isinstance(owner, nn.Module) and _options(owner))
+        }
         self._tables = [vars(owner) for owner in self._owners.values()]
         self._sizes: list[int] = []
         self._theirs: dict[type, frozenset[str]] = {}
@@ -277,8 +281,10 @@ class ObjectAttributes:
             theirs = self._theirs.get(type(live))
             if theirs is None:
                 theirs = self._theirs[type(live)] = _names_of_libraries(type(live))
+            options = _options(live) if isinstance(live, nn.Module) and not self._begun else ()
+            whole = all(map(_of_library, type(live).__mro__))
             for name in table:
-                if name not in theirs and (owner, name) not in known:
+                if (name in options or not (whole or name in theirs)) and (owner, name) not in known:
                     self._attributes.append(_Attribute(owner, name))
                     self._where.append(table)
                     self._names.append(name)
@@ -338,6 +344,26 @@ def _names_of_libraries(kind: type) -> frozenset[str]:
                 for code in _codes(member):
                     found.update(_stored(code))
     return frozenset(found)
+
+
+def _options(module: nn.Module) -> list[str]:
+    """Options of a library's module that a program may change in steps: the rate of a dropout, the momentum of
+    a batch norm. Its class sets them in its constructor only.
+    """
+    kind = type(module)
+    if kind not in _CHANGING:
+        members = [m for base in kind.__mro__ if _of_library(base) for m in vars(base).items()]
+        codes = [code for name, member in members if name != "__init__" for code in _codes(member)]
+        _CHANGING[kind] = frozenset(name for code in codes for name in _stored(code))
+    return [
+        name
+        for name, value in vars(module).items()
+        if type(value) is float and name not in _CHANGING[kind] and not name.startswith("eps")
+    ]
+
+
+# By class: what its methods set, besides the constructor.
+_CHANGING: dict[type, frozenset[str]] = {}
 
 
 def _stored(code: types.CodeType) -> Iterator[str]:

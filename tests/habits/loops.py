@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.ao import quantization
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from ckptd.client import Checkpointer
 from tests.habits.leaves import names_of
@@ -45,12 +47,16 @@ def train(
     noise: Callable[[], Any] = lambda: 0.0,
     after: Callable[[int], object] = lambda step: None,
     extra: Callable[[], Any] = lambda: None,
+    feedback: bool = False,
 ) -> None:
     """The usual loop; what it consists of is that of the row."""
     trained = model
     if life.ranks > 1:
         dist.init_process_group("gloo")
         trained = DistributedDataParallel(model)
+        if feedback:
+            kept = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=0.5)
+            trained.register_comm_hook(kept, powerSGD_hook.powerSGD_hook)
     ckpt = Checkpointer(trained, optimizer, state, **life.options())
     life.follow(ckpt)
     for step in ckpt.steps(life.steps):
@@ -282,6 +288,76 @@ def second_stage(life: Life) -> None:
     life.end({"model": model.state_dict(), "optimizer": optimizer}, names_of(model=model))
 
 
+def compressed(life: Life) -> None:
+    """On two ranks, by PowerSGD: what it leaves out of a gradient it adds to the next one."""
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+    train(life, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), feedback=True)
+
+
+def decayed_by_hand(life: Life) -> None:
+    """An average of one's own follows; with W = 3 a replay decayed frozen weights once more."""
+    model = perceptron()
+    mean = Average(model)
+    found = mean.mean.state_dict()
+
+    @torch.no_grad()
+    def after(step: int) -> None:
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+        mean.follow(model)
+
+    train(life, model, adamw(model), {"mean": mean}, after=after, extra=lambda: found)
+
+
+def perturbed(life: Life) -> None:
+    """SAM with its base optimizer: a second forward of weights that are moved along all gradients."""
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ckpt = Checkpointer(model, optimizer, **life.options())
+    life.follow(ckpt)
+    for step in ckpt.steps(life.steps):
+        life.top(step)
+        batch = points(life, step)
+        life.batch(batch)
+        (model(batch) - batch).square().mean().backward()
+        with torch.no_grad():
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.norm(torch.stack([grad.norm() for grad in grads]))
+            before = [p.detach().clone() for p in model.parameters()]
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter.add_(grad * (0.05 / norm))
+        optimizer.zero_grad()
+        (model(batch) - batch).square().mean().backward()
+        for parameter, was in zip(model.parameters(), before, strict=True):
+            parameter.data = was
+        optimizer.step()
+        optimizer.zero_grad()
+    life.end({"model": model.state_dict(), "optimizer": optimizer}, names_of(model=model))
+
+
+def pruned(life: Life) -> None:
+    """Snapshots end at that step: a life that comes back begins before it, and prunes again."""
+    model = perceptron()
+
+    def before(step: int) -> None:
+        if step == _MILESTONE + 6:
+            prune.l1_unstructured(model[0], "weight", 0.3)
+
+    train(life, model, adamw(model), before=before)
+
+
+def dropout_that_rises(life: Life) -> None:
+    model = perceptron()
+    dropout = model[3]
+    assert isinstance(dropout, nn.Dropout)
+
+    def before(step: int) -> None:
+        if step % 4 == 3:
+            dropout.p += 0.05
+
+    train(life, model, adamw(model), before=before)
+
+
 def adversaries(life: Life, *, add_up: bool) -> None:
     """The generator steps at every fifth step; its gradients add up until then, or stay after it."""
     generator, critic = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -316,6 +392,11 @@ LOOPS: dict[str, Callable[[Life], None]] = {
     "objects of one's own": own_objects,
     "an average that counts": average,
     "a second optimizer takes over": second_stage,
+    "compressed gradients": compressed,
+    "decayed by hand": decayed_by_hand,
+    "perturbed before the update": perturbed,
+    "pruned at a step": pruned,
+    "a dropout that rises": dropout_that_rises,
     "gradients that add up": functools.partial(adversaries, add_up=True),
     "gradients that stay": functools.partial(adversaries, add_up=False),
 }

@@ -12,7 +12,7 @@ from tests.habits.loops import LOOPS
 
 MODULE = "tests.habits.loops"
 # DDP is told at its beginning which parameters are trained.
-ON_TWO_RANKS = ("buffers that grow", "objects of one's own")
+ON_TWO_RANKS = ("buffers that grow", "objects of one's own", "compressed gradients")
 ROWS = [Row(MODULE, name, window) for name in LOOPS for window in (1, 3)]
 ROWS += [Row(MODULE, name, 1, 2) for name in ON_TWO_RANKS]
 

@@ -201,6 +201,7 @@ class LeftBehind:
         # What has not changed yet: names, the objects, and their first states.
         self._later: dict[int, tuple[str, weakref.ref[Any], object]] = {}
         self._told: set[int] = set()
+        self._flags: set[str] = set()
         self._looks = 0
 
     def look(self, variables: Callable[[], Mapping[str, Any]] = dict) -> LeftBehind | None:
@@ -257,14 +258,7 @@ class LeftBehind:
                 'Checkpointer(..., state={"kept": kept})',
                 first_of((_words(name, value) for name, value in carried), _SHOWN),
             )
-        flags = [path for each in self._attributes for path in each.set_once()]
-        if flags:
-            logger.warning(
-                "NOT CAPTURED: %s: a step has set this flag once, and it is unset after a failure. If what "
-                "it guards must not be done again (an initialization from the first batch), make it a buffer: "
-                "register_buffer(name, torch.tensor(False))",
-                first_of(flags, _SHOWN),
-            )
+        self._say_flags()
         self._say(changed, counted)
         self._told = {id(value) for _, value in changed}
         self._wait_for([found for key, found in self._objects.items() if key not in self._told])
@@ -281,6 +275,18 @@ class LeftBehind:
         shown = only_shown(self._code, plain) if plain and self._code is not None else frozenset[str]()
         carried, changed = ([each for each in part if each[0] not in shown] for part in found)
         return carried, changed
+
+    def _say_flags(self) -> None:
+        """Name flags of modules that steps have set; each once."""
+        found = [path for each in self._attributes for path in each.set_once() if path not in self._flags]
+        self._flags |= set(found)
+        if found:
+            logger.warning(
+                "NOT CAPTURED: %s: a step has set this flag once, and it is unset after a failure. If "
+                "that matters (it guards an initialization, or switches a part on), make it a buffer: "
+                "register_buffer(name, torch.tensor(False))",
+                first_of(found, _SHOWN),
+            )
 
     def _keep(self, name: str, get: Callable[[], Any]) -> None:
         """Look at what a function keeps."""
@@ -309,6 +315,7 @@ class LeftBehind:
             for name, ref, was in self._later.values()
             if (value := ref()) is not None and self._state(value) != was
         ]
+        self._say_flags()
         self._say(changed, ())
         self._told |= {id(value) for _, value in changed}
         self._later = {key: found for key, found in self._later.items() if key not in self._told}

@@ -181,6 +181,22 @@ def test_what_each_step_makes_anew_is_left_out_alone() -> None:
     assert "a tensor of a graph" in watched.describe()
 
 
+def _normalized() -> Any:
+    return nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(2), nn.LayerNorm(2))
+
+
+def test_options_of_libraries_that_a_schedule_changes() -> None:
+    """A dropout that rises, a momentum of batch norm that falls: a replay differed."""
+    model, fresh = (_normalized() for _ in range(2))
+    watched, other = of_modules(model), of_modules(fresh)
+    assert watched.state_dict() == {}
+    model[0].p, model[1].momentum = 0.3, 0.05
+    found = watched.state_dict()
+    assert {owner: {*names} for owner, names in found.items()} == {"0": {"p"}, "1": {"momentum"}}
+    other.load_state_dict(found)
+    assert (fresh[0].p, fresh[1].momentum) == (0.3, 0.05)
+
+
 def test_a_flag_that_is_set_once_is_of_the_process() -> None:
     """``if not self.ready`` guards hooks, files and threads, which a new process lacks. One that changes again is state."""
     model = net(ready=False, warm=False, calls=0)
