@@ -397,12 +397,14 @@ class RestlessWeights:
         """A forward has ended. If gradients follow from weights that were written to (SAM's second pass), it
         does not matter that this is undone before the update.
         """
-        if torch.is_grad_enabled() and not self.found:
-            self.found = any(
-                list(map(_version_of, tensors)) != self._marks[number][0]
-                for number, tensors in self._of().items()
-                if number in self._marks
-            )
+        if self.found or not torch.is_grad_enabled():
+            return
+        for number, tensors in self._of().items():
+            if number in self._marks:
+                # There are many forwards in a step that accumulates, and a perturbation is one of most weights.
+                every = len(tensors) // _MOST_ELEMENTS + 1
+                now = list(map(_version_of, tensors[::every]))
+                self.found |= now != self._marks[number][0][::every]
 
     def before_update(self, optimizer: int) -> None:
         """Optimizer number ``optimizer`` is about to step."""
@@ -445,7 +447,8 @@ class RestlessWeights:
 def _elements(tensors: list[Tensor]) -> Tensor:
     """An element of each of up to 64 tensors."""
     parts = [local(t).detach() for t in tensors[:: len(tensors) // _MOST_ELEMENTS + 1]]
-    found = [t.reshape(-1)[t.numel() // 2].double() for t in parts if t.numel() and plain_tensor(t)]
+    found = [t.reshape(-1)[t.numel() // 2] for t in parts if t.numel() and plain_tensor(t)]
+    found = [(torch.view_as_real(t)[0] if t.is_complex() else t).double() for t in found]
     if not found:
         return torch.zeros(0)
     return torch.nan_to_num(torch.stack([each.to(found[0].device) for each in found]))
