@@ -401,7 +401,7 @@ class RestlessWeights:
             return
         for number, tensors in self._of().items():
             if number in self._marks:
-                # There are many forwards in a step that accumulates, and a perturbation is one of most weights.
+                # A step that accumulates has many forwards, and a perturbation is one of most weights.
                 every = len(tensors) // _MOST_ELEMENTS + 1
                 now = list(map(_version_of, tensors[::every]))
                 self.found |= now != self._marks[number][0][::every]

@@ -347,8 +347,8 @@ def _names_of_libraries(kind: type) -> frozenset[str]:
 
 
 def _options(module: nn.Module) -> list[str]:
-    """Options of a library's module that a program may change in steps: the rate of a dropout, the momentum of
-    a batch norm. Its class sets them in its constructor only.
+    """Options of a library's module that a program may change in steps: the rate of a dropout, the momentum
+    of a batch norm. Its class sets them in its constructor only.
     """
     kind = type(module)
     if kind not in _CHANGING:

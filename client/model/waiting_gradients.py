@@ -131,8 +131,8 @@ class WaitingGradients:
 
 
 class UnreducedGradients:
-    """Gradients of FSDP2 that were not reduced (``set_requires_gradient_sync(False)``): each rank has its own,
-    whole, where no parameter of the optimizer has them.
+    """Gradients of FSDP2 that were not reduced (``set_requires_gradient_sync(False)``): each rank has its
+    own, whole, where no parameter of the optimizer has them.
     """
 
     def __init__(self, model: nn.Module) -> None:
