@@ -311,6 +311,8 @@ class Recorder:
                 self.break_chain()
         if self._sparse:
             self._look_at_weights()
+        else:  # what was seen before is old when a window becomes wider
+            self._weights.forget()
         self._take_or_wait(step, pending=pending)
         if self._gradients is not None and not (pending or self._taken_bytes):
             self._gradients.drop()
