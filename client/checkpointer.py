@@ -599,7 +599,7 @@ class Checkpointer:
         recorder.finish()
         memory.session.flush(SEAL_WAIT_S)
         memory.settle_filled(SEAL_WAIT_S)
-        with self._pipeline.aside():
+        with self._pipeline.aside(), recorder.undone():
             suffix = newest_window(memory, self._ranks)
             assert recorder.plan is not None
             images = memory.images(suffix.records)

@@ -7,8 +7,9 @@ each boundary, and are themselves looked up again when an optimizer's state obje
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -418,6 +419,15 @@ class RestlessWeights:
     def forget(self) -> None:
         """What follows is compared with the next top."""
         self._marks = {}
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """What is written in the block is undone at its end."""
+        known = [self._unlike(number) is not None for number in self._of()]
+        yield
+        for number, seen in zip(self._of(), known, strict=True):
+            if seen:
+                self.after_update(number)
 
     def _unlike(self, optimizer: int) -> bool | None:
         """Whether they are otherwise than they were; None: not known, because no elements were kept."""

@@ -14,6 +14,7 @@ complete.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -519,6 +520,10 @@ class Recorder:
         """The top of a replayed step: weights are about to be loaded."""
         self.watch()
         self._weights.forget()
+
+    def undone(self) -> AbstractContextManager[None]:
+        """Steps in the block are undone at its end: no weights have changed outside of a step."""
+        return self._weights.undone()
 
     def watch(self) -> None:
         """The top of a step without a snapshot: see which buffers change before the optimizer's step."""

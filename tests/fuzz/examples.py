@@ -43,6 +43,8 @@ def _value(kind: inspect.Type) -> Any:
             return kind.values[0]
         case inspect.EnumType():
             return next(iter(kind.cls)).value
+        case inspect.NamedTupleType():
+            return [_value(each.type) for each in kind.fields]
         case inspect.TupleType():
             return [_value(each) for each in kind.item_types]
         case inspect.ListType() | inspect.VarTupleType() | inspect.FrozenSetType():

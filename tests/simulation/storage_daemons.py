@@ -92,6 +92,9 @@ class Machine:
     def of_rank(self, key: RankKey) -> list[Segment]:
         return [segment for segment in self.segments if segment.rank == key.rank]
 
+    def mark_of(self, key: RankKey) -> object:
+        return [(segment.generation, tuple(segment.records)) for segment in self.of_rank(key)]
+
     def get(self, key: RankKey, generation: int) -> Segment | None:
         return next((s for s in self.of_rank(key) if s.generation == generation), None)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.short_cut import copy_chunk
@@ -181,7 +182,7 @@ def test_another_place_in_the_file_is_not_granted(host: Host) -> None:
     """The network has no such offset: the bytes go where they belong."""
     shared, region = host.share(bytes(16))
     assert region.key.file is not None
-    moved = replace(region.key, file=replace(region.key.file, offset=BEFORE - 16))
+    moved = replace(region.key, file=structs.replace(region.key.file, offset=BEFORE - 16))
     assert host.peer.put(memoryview(b"x" * 16), moved).wait(WAIT_S).ok
     assert shared.inside == b"x" * 16
     assert shared.untouched_outside()
@@ -200,7 +201,7 @@ def test_a_file_that_is_not_the_one_is_left_alone(
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     elif how == "bad name":
-        key = replace(key, file=replace(key.file, path="/\0"))
+        key = replace(key, file=structs.replace(key.file, path="/\0"))
     else:
         shared.path.rename(aside)
         if how == "other file":
