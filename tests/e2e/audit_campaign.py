@@ -70,7 +70,8 @@ def run_round(seed: int, jobs: Jobs, daemon: DaemonProcess) -> Round:
     case = rng.choice(CASES)
     num_ranks = 2 if case == "plain" and rng.random() < 0.5 else 1
     window = rng.choice((1, 1, 1, 2, 4)) if flips else rng.choice((1, 1, 1, 3, 7))
-    distance = 1 if flips or window > 1 else rng.choice(DISTANCES)
+    # Where ranks have to agree first, it is not known at which iterations snapshots are.
+    distance = 1 if flips or window > 1 or num_ranks > 1 else rng.choice(DISTANCES)
     found = Round(case, seed, num_ranks, window, distance)
     newest = 2 * window + 6 if distance == 1 else distance + 1
     total = newest + 2  # the last step's snapshot is still being filled
