@@ -69,6 +69,8 @@ _COMPUTES = frozenset(
     ]
 )
 
+_MAKES = frozenset({"list", "dict", "set", "deque", "defaultdict", "Counter", "zeros", "zeros_like"})
+
 
 def only_shown(code: types.CodeType, names: Iterable[str]) -> frozenset[str]:
     """Those of ``names`` on which nothing depends but what the program shows; none without its source.
@@ -77,7 +79,9 @@ def only_shown(code: types.CodeType, names: Iterable[str]) -> frozenset[str]:
         code: the function with the loop, or the module.
     """
     if code.co_name != "<module>":
-        names = {*code.co_varnames, *code.co_cellvars}.intersection(names)  # others are used elsewhere, too
+        given = code.co_argcount + code.co_kwonlyargcount  # and the caller has what it gives
+        own = {*code.co_varnames[given:], *code.co_cellvars} - {*code.co_varnames[:given]}
+        names = own.intersection(names)  # others are used elsewhere, too
     elif not os.path.isfile(code.co_filename):  # a notebook's cell: others may use its variables
         return frozenset()
     try:
@@ -133,8 +137,17 @@ class _Flows(ast.NodeVisitor):
         self._assigned([node.target], node.value)
 
     def _assigned(self, targets: list[ast.expr], value: ast.expr) -> None:
+        match targets, value:
+            case [ast.Tuple(elts=left)], ast.Tuple(elts=right) if len(left) == len(right):
+                for target, part in zip(left, right, strict=True):
+                    self._assigned([target], part)
+                return
+        inside = [part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)]
         names = [each.id for each in targets if isinstance(each, ast.Name)]
         self.seen.update(names)
+        self.used.update(set(inside) - set(names))  # each is a part of something
+        if not _is_new(value):  # somebody else may have the object, too
+            self.used.update(names)
         plain = len(names) == len(targets)
         for target in targets:
             self.visit(target)
@@ -169,3 +182,19 @@ class _Flows(ast.NodeVisitor):
     def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
         with self._going(None):
             self.generic_visit(node)
+
+
+def _is_new(value: ast.expr) -> bool:
+    """True if an expression makes an object that nobody else has; a number counts as one."""
+    match value:
+        case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)):
+            return called in _COMPUTES or called in _MAKES
+        case ast.Call(func=ast.Subscript(value=ast.Name(id=called))):  # list[float]()
+            return called in _MAKES
+        case ast.IfExp():
+            return _is_new(value.body) and _is_new(value.orelse)
+        case ast.BoolOp():
+            return all(map(_is_new, value.values))
+    return not isinstance(
+        value, ast.Name | ast.Attribute | ast.Subscript | ast.Call | ast.Await | ast.NamedExpr
+    )

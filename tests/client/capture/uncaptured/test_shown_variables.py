@@ -65,3 +65,23 @@ def test_variables_of_a_script_that_it_only_shows(tmp_path: Any) -> None:
     code = compile(script.read_text(), str(script), "exec")
     assert isinstance(code, types.CodeType)
     assert only_shown(code, ["count", "used"]) == {"count"}
+
+
+def shares(loader: Any, given: list[float], trainer: Any) -> None:
+    """Never runs: its source is read."""
+    history, other, own = trainer.history, trainer.get(), list[float]()
+    alias = given
+    for loss in loader:
+        for seen in (0,):
+            del seen
+        given.append(loss.item())
+        alias.append(loss.item())
+        history.append(loss.item())
+        other.append(loss.item())
+        own.append(loss.item())
+        print(own)  # noqa: T201
+
+
+def test_what_somebody_else_may_have_is_not_only_shown() -> None:
+    """The caller reads a list that it has given, and an object reads its own."""
+    assert not only_shown(shares.__code__, ["given", "alias", "history", "other"])
